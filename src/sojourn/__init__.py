@@ -1,0 +1,1 @@
+"""Sojourn: stateful execution for AI agents."""

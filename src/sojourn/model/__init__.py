@@ -1,0 +1,18 @@
+"""Frozen values that every layer speaks in; no I/O happens here."""
+
+from sojourn.model.ids import new_id
+from sojourn.model.sessions import AutoSnapshot, Limits, Policy, Session, SessionState
+from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotKind
+
+__all__ = [
+    "AutoSnapshot",
+    "LayerRef",
+    "Limits",
+    "MemoryRef",
+    "Policy",
+    "Session",
+    "SessionState",
+    "Snapshot",
+    "SnapshotKind",
+    "new_id",
+]

@@ -1,0 +1,24 @@
+"""Identifiers: a kind prefix and 24 lower-case letters and digits, sortable by creation time.
+
+All ids of one kind have one length, because runsc matches ids by prefix.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford base 32, lower case
+
+
+def _encode(value: int, length: int) -> str:
+    digits = []
+    for _ in range(length):
+        digits.append(_ALPHABET[value & 31])
+        value >>= 5
+    return "".join(reversed(digits))
+
+
+def new_id(prefix: str) -> str:
+    """A new id such as `ses_...`: 9 characters of milliseconds, 15 of randomness (75 bits)."""
+    return f"{prefix}_{_encode(time.time_ns() // 1_000_000, 9)}{_encode(secrets.randbits(75), 15)}"

@@ -1,0 +1,89 @@
+"""The session: the durable thing a user owns, and what bounds it."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class SessionState(enum.StrEnum):
+    """Where a session stands. Everything in between is an operation, never a state."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUSPENDED = "suspended"
+    FAILED = "failed"
+    DELETED = "deleted"
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a session's sandbox may use.
+
+    `cpus` in cores, the others in bytes or counts. `disk_bytes` bounds what the session has
+    changed on top of its template.
+    """
+
+    cpus: float = 2.0
+    memory_bytes: int = 2 * 1024**3
+    pids: int = 512
+    disk_bytes: int = 10 * 1024**3
+
+
+class AutoSnapshot(enum.StrEnum):
+    """When a snapshot is taken without being asked for."""
+
+    TURN = "turn"  # after every turn that changed something
+    OFF = "off"
+
+
+class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a session is kept.
+
+    `idle_timeout` seconds without a call suspend it (None: never); `max_lifetime` seconds after
+    creation `on_expiry` happens (`suspend` or `delete`); both deadlines survive restarts.
+    `auto_resume` lets exec and file access wake it. `on_stop` says what a clean stop of the
+    server does with a running session: `adopt` leaves the sandbox running, to be taken over by
+    the next server, `suspend` puts it away. `auto_memory_bytes` is what memory images of
+    automatic snapshots may take; the oldest lose their image first (their files stay).
+    """
+
+    auto_snapshot: AutoSnapshot = AutoSnapshot.TURN
+    idle_timeout: float | None = 900.0
+    max_lifetime: float | None = None
+    on_expiry: str = "suspend"
+    auto_resume: bool = True
+    on_stop: str = "adopt"
+    auto_memory_bytes: int = 2 * 1024**3
+
+
+class Session(msgspec.Struct, frozen=True):
+    """A session as the database holds it. Times are seconds since 1970 (UTC).
+
+    `head` is the newest snapshot on the session's current line; `epoch` grows with each placement.
+    `idle_deadline` and `lifetime_deadline` are absolute. `cause` and `failed_from` are set in
+    state `failed` (what broke, last good snapshot).
+    """
+
+    id: str
+    tenant: str
+    name: str | None
+    labels: dict[str, str]
+    template: str
+    env: dict[str, str]
+    limits: Limits
+    policy: Policy
+    driver: str
+    state: SessionState
+    epoch: int
+    head: str | None
+    parent_session: str | None
+    forked_from: str | None
+    sandbox: str | None
+    node: str | None
+    idle_deadline: float | None
+    lifetime_deadline: float | None
+    cause: str | None
+    created_at: float
+    updated_at: float

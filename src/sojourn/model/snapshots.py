@@ -1,0 +1,67 @@
+"""The snapshot: an immutable point in a session's history, described completely by its manifest."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class SnapshotKind(enum.StrEnum):
+    """Why a snapshot was taken."""
+
+    AUTO = "auto"
+    EXPLICIT = "explicit"
+    SUSPEND = "suspend"
+    FORK = "fork"
+    BASE = "base"
+
+
+class LayerRef(msgspec.Struct, frozen=True):
+    """A sealed layer by its content address (blake3 over its canonical entries, hex)."""
+
+    id: str
+    bytes: int
+    entries: int
+
+
+class MemoryRef(msgspec.Struct, frozen=True):
+    """A memory image by its content address, with what is needed to judge whether it can run here.
+
+    `files` maps file name to (size, blake3 hex). `driver` and `runtime` name who wrote it,
+    `cpu` the features the image may rely on.
+    """
+
+    id: str
+    bytes: int
+    files: dict[str, tuple[int, str]]
+    driver: str
+    runtime: str
+    cpu: list[str]
+
+
+class SnapshotConfig(msgspec.Struct, frozen=True):
+    """What a sandbox needs besides files and memory to run on."""
+
+    template: str
+    env: dict[str, str]
+    user: str
+    cwd: str
+    hostname: str
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A snapshot's manifest: ordered layers (lowest first, the template's among them),
+    an optional memory image, configuration, parent and the fingerprint over all of it."""
+
+    id: str
+    session: str
+    parent: str | None
+    kind: SnapshotKind
+    label: str | None
+    created_at: float
+    layers: list[LayerRef]
+    memory: MemoryRef | None
+    config: SnapshotConfig
+    fingerprint: str
+    format: int = 1

@@ -1,0 +1,134 @@
+"""The node's view of the supervisor inside a sandbox: one interface, one implementation per transport.
+
+Guarantee: every call either takes effect exactly once or raises; calls in flight and open streams
+survive a `detach`/`attach` pair (freeze, snapshot) without a lost or doubled byte, because streams
+carry offsets and the supervisor answers a repeated request from its record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from sojourn.wire.guest import (
+    GuestActivity,
+    OpenUnlinked,
+    Output,
+    ProcessSpec,
+    ProcessState,
+    Stat,
+    WatchEvent,
+)
+
+
+class Guest(Protocol):
+    """What can be asked of a running sandbox."""
+
+    # -- link -------------------------------------------------------------------------------
+    async def detach(self, deadline: float) -> None:
+        """Finish short requests, then have the supervisor drop its connection, so that nothing of
+        the host is attached. New calls wait until `attach`. Long waits and streams are parked.
+        Raises SandboxLost when the supervisor does not answer within `deadline` seconds."""
+
+    async def attach(self, deadline: float) -> None:
+        """Accept the supervisor's connection (again); parked calls go on. Raises SandboxLost."""
+
+    async def interrupt(self, reason: str) -> None:
+        """End all parked and running calls with Interrupted (suspend, rollback, delete)."""
+
+    async def close(self) -> None:
+        """Drop the link for good."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether the supervisor is connected now."""
+
+    # -- processes --------------------------------------------------------------------------
+    async def start(self, spec: ProcessSpec) -> ProcessState:
+        """Start a command. Raises CommandNotStarted with the cause (ENOENT, EACCES, user, cwd)."""
+
+    async def wait(self, process: int) -> ProcessState:
+        """Wait for its end. Raises ProcessNotFound."""
+
+    async def run(self, spec: ProcessSpec) -> tuple[ProcessState, list[Output]]:
+        """Start, collect all output, wait: one round trip each way. For small outputs: when more
+        than `spec.keep` bytes come, the oldest are dropped as their offsets show."""
+
+    def output(self, process: int, offsets: tuple[int, int] = (0, 0)) -> AsyncIterator[Output]:
+        """All output from the offsets (stdout, stderr) on, until the end of the process and of
+        its streams. Raises ProcessNotFound, OutputTruncated."""
+
+    async def write(self, process: int, data: bytes) -> None:
+        """Write to stdin; returns when the supervisor has taken it (flow control)."""
+
+    async def close_stdin(self, process: int) -> None:
+        """End of input."""
+
+    async def signal(self, process: int, signal: int, *, group: bool = True) -> None:
+        """Send a signal to the process or its whole group."""
+
+    async def resize(self, process: int, rows: int, columns: int) -> None:
+        """Resize its terminal."""
+
+    async def processes(self) -> list[ProcessState]:
+        """All processes the supervisor knows, ended ones as long as they are kept."""
+
+    async def forget(self, process: int) -> None:
+        """Drop an ended process and its kept output."""
+
+    # -- files ------------------------------------------------------------------------------
+    async def stat(self, path: bytes, *, follow: bool = True) -> Stat: ...
+
+    async def list(self, path: bytes) -> list[Stat]:
+        """Entries of a directory, sorted by name."""
+
+    def walk(self, path: bytes) -> AsyncIterator[Stat]:
+        """The tree below, parents before children, links not followed."""
+
+    def read(self, path: bytes, offset: int = 0, length: int | None = None) -> AsyncIterator[bytes]:
+        """A regular file's bytes, in pieces; memory use is bounded whatever its size."""
+
+    async def write_file(
+        self,
+        path: bytes,
+        data: AsyncIterator[bytes] | bytes,
+        *,
+        mode: int | None = None,
+        user: str | None = None,
+        append: bool = False,
+        parents: bool = True,
+    ) -> Stat:
+        """Write a file. Without `append` it is replaced whole or not at all (temporary file in the
+        same directory, then rename; a symlink at `path` is followed to its target first)."""
+
+    async def mkdir(self, path: bytes, *, mode: int = 0o755, parents: bool = True) -> None: ...
+
+    async def remove(self, path: bytes, *, recursive: bool = False) -> None: ...
+
+    async def move(self, source: bytes, target: bytes) -> None: ...
+
+    async def chmod(self, path: bytes, mode: int) -> None: ...
+
+    async def chown(self, path: bytes, uid: int, gid: int, *, follow: bool = False) -> None: ...
+
+    async def utime(self, path: bytes, mtime_ns: int) -> None: ...
+
+    async def symlink(self, target: bytes, path: bytes) -> None: ...
+
+    async def link(self, existing: bytes, path: bytes) -> None: ...
+
+    async def mknod(self, path: bytes, type: str, mode: int, rdev: int = 0) -> None: ...
+
+    def watch(self, path: bytes, *, recursive: bool = False) -> AsyncIterator[WatchEvent]: ...
+
+    # -- state ------------------------------------------------------------------------------
+    async def activity(self) -> GuestActivity: ...
+
+    async def unlinked(self) -> list[OpenUnlinked]: ...
+
+    async def sync(self) -> None:
+        """Flush file systems inside."""
+
+    async def refresh(self, *, generation: str, hostname: str | None = None) -> None:
+        """After a restore: write the new generation id to /run/sojourn/generation, reseed what the
+        supervisor holds, set the host name."""

@@ -1,0 +1,172 @@
+"""What every snapshot store promises.
+
+Guarantee: an object that was put and acknowledged survives a crash of everything but the disk,
+is immutable, is named by its content, and is either given back as it was put away or refused with
+IntegrityError naming the object. A manifest is published last, after all it refers to is safe.
+All methods block; callers run them in threads. They release the GIL where libraries allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One difference between two snapshots. `path` is raw bytes, absolute inside the session.
+
+    `kind` is added, changed or removed; `what` names the differing properties
+    (content, type, mode, owner, mtime, xattrs, link, device).
+    """
+
+    path: bytes
+    kind: str
+    what: list[str]
+    before: EntryInfo | None
+    after: EntryInfo | None
+
+
+class EntryInfo(msgspec.Struct, frozen=True):
+    """The facts a diff shows of one entry. `type` is file, dir, symlink, fifo, socket, char, block."""
+
+    type: str
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    mtime_ns: int
+    digest: str | None = None
+    target: bytes | None = None
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One object found bad: its name (`layer <id>`, `memory <id>`, `snapshot <id>`), path, cause."""
+
+    object: str
+    path: bytes | None
+    cause: str
+
+
+class Scan(Protocol):
+    """The state of an upper directory at one instant, to compare a later one with."""
+
+    @property
+    def bytes(self) -> int:
+        """Allocated bytes under the tree."""
+
+
+class Store(Protocol):
+    """A snapshot store."""
+
+    # -- layers -----------------------------------------------------------------------------
+    def scan(self, upper: Path) -> Scan:
+        """Note names, inodes, sizes, times of every entry; reads no file content."""
+
+    def unchanged(self, upper: Path, since: Scan) -> bool:
+        """True when nothing under `upper` differs from the scan. Cheap; the tree may be live."""
+
+    def capture_layer(
+        self,
+        upper: Path,
+        *,
+        since: tuple[Scan, LayerRef] | None,
+        suspects: set[bytes],
+    ) -> PendingLayer:
+        """Copy a frozen upper's state into the store's staging area, sharing what did not change
+        since the earlier capture (`since`). `suspects` are paths (relative, raw bytes) that must
+        be taken anew whatever their times say. Only copying happens here, so that the stall of
+        the sandbox stays short; hashing, syncing and publishing is `PendingLayer.publish`.
+        Raises StorageFull; nothing is left behind then.
+        """
+
+    def seal_layer(
+        self,
+        upper: Path,
+        *,
+        since: tuple[Scan, LayerRef] | None,
+        suspects: set[bytes],
+    ) -> SealedLayer:
+        """Hash a frozen upper in place and sync it, without moving it. `SealedLayer.take` then
+        moves the directory itself into the store: O(1), no copy."""
+
+    def layer_path(self, layer: str) -> Path:
+        """Directory to use as overlay lower directory. Raises IntegrityError when missing."""
+
+    def adopt_template(self, tree: Path, name: str) -> LayerRef:
+        """Register an immutable external tree (a template's root) as a layer without copying it."""
+
+    # -- memory images ----------------------------------------------------------------------
+    def stage_image(self) -> Path:
+        """A fresh directory on the store's file system for a driver to write an image into."""
+
+    def publish_image(self, staged: Path, driver: str, runtime: str) -> MemoryRef:
+        """Hash, sync and publish a staged image. Idempotent by content."""
+
+    def image_path(self, image: str) -> Path:
+        """Directory of a published image. Raises IntegrityError when missing."""
+
+    def verify_image(self, image: MemoryRef) -> None:
+        """Read and compare every byte. Raises IntegrityError naming the file."""
+
+    # -- snapshots --------------------------------------------------------------------------
+    def publish_snapshot(self, snapshot: Snapshot) -> None:
+        """Write the manifest, durably, after checking that all it refers to is there."""
+
+    def read_snapshot(self, snapshot: str) -> Snapshot:
+        """Read and check a manifest. Raises SnapshotNotFound, IntegrityError."""
+
+    def drop_memory(self, snapshot: str) -> Snapshot:
+        """Turn a snapshot into a files-only one (thinning)."""
+
+    def delete_snapshot(self, snapshot: str) -> None:
+        """Remove the manifest. Its layers and image go with `collect`. Idempotent."""
+
+    def collect(self, live: set[str]) -> int:
+        """Remove layers, images and staging leftovers no snapshot refers to. `live` are layer and
+        image ids in use by sandboxes and running captures. Returns the bytes freed."""
+
+    def check_layer(self, layer: LayerRef) -> None:
+        """The quick check before use: every entry is as it was sealed (names, types, sizes, times,
+        owners, modes); content is read again wherever the host says a file was touched.
+        Raises IntegrityError naming layer and path."""
+
+    def verify(self, snapshot: Snapshot) -> Iterator[Fault]:
+        """Read every byte the snapshot uses and yield what is bad."""
+
+    def diff(self, a: Snapshot, b: Snapshot) -> Iterator[Change]:
+        """Differences from a to b as the session's file tree shows them (layers applied)."""
+
+    def read_file(self, snapshot: Snapshot, path: bytes) -> bytes:
+        """A regular file's content in a snapshot (used by the text diff). Raises FileMissing,
+        TooLarge above 4 MiB."""
+
+    def usage(self, snapshot: Snapshot) -> int:
+        """Bytes of the snapshot's own layers above its template, as sealed."""
+
+
+class PendingLayer(Protocol):
+    """A captured copy that is not yet published."""
+
+    scan: Scan
+
+    def publish(self) -> LayerRef:
+        """Hash, sync and publish. Raises StorageFull."""
+
+    def discard(self) -> None:
+        """Drop it. Idempotent."""
+
+
+class SealedLayer(Protocol):
+    """An upper that was hashed in place."""
+
+    ref: LayerRef
+    scan: Scan
+
+    def take(self) -> LayerRef:
+        """Move the (now unmounted) upper directory into the store and sync. Idempotent: a second
+        call, or a call after a crash in between, finds it already there."""

@@ -1,0 +1,1 @@
+"""Schemas and byte frames shared by all sides."""
