@@ -48,7 +48,7 @@ class SandboxSpec(msgspec.Struct, frozen=True):
     env: dict[str, str]
     hostname: str
     limits: Limits
-    tmpfs: list[str] = ["/tmp", "/run", "/dev/shm"]
+    tmpfs: tuple[str, ...] = ("/tmp", "/run", "/dev/shm")
 
 
 class SandboxStatus(msgspec.Struct, frozen=True):
