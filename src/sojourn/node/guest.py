@@ -51,8 +51,12 @@ class Guest(Protocol):
         """Wait for its end. Raises ProcessNotFound."""
 
     async def run(self, spec: ProcessSpec) -> tuple[ProcessState, list[Output]]:
-        """Start, collect all output, wait: one round trip each way. For small outputs: when more
-        than `spec.keep` bytes come, the oldest are dropped as their offsets show."""
+        """Start, collect all output, wait: one round trip each way.
+
+        Without `spec.lossless` the oldest bytes beyond `spec.keep` are dropped, as offsets show.
+        With it nothing is ever dropped: once more than about 1 MiB is pending, the answer comes
+        early with the process still running (`state.running`), and the caller goes on with
+        `output` from the offsets reached; the process is held back meanwhile."""
 
     def output(self, process: int, offsets: tuple[int, int] = (0, 0)) -> AsyncIterator[Output]:
         """All output from the offsets (stdout, stderr) on, until the end of the process and of
