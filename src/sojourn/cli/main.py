@@ -1,0 +1,130 @@
+"""The `sojourn` command: one group, whose subcommands are loaded only when they are used.
+
+Guarantee: every failure ends with one line that names the cause, the next step, and an exit code
+of its own (100 to 118, as `sojourn.errors` gives them), never with an exit code that a command
+run inside a session could have given by itself. With `--json` the failure is the JSON error body
+on standard error. Start-up imports no more than click, so that `sojourn exec` stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from sojourn.errors import SojournError
+
+COMMANDS: dict[str, str] = {
+    "setup": "sojourn.cli.setup:command",
+    "doctor": "sojourn.cli.doctor:command",
+}
+"""Every subcommand: its name, and `module:attribute` of its click command."""
+
+EXIT_INTERNAL = 100
+EXIT_USAGE = 101
+EXIT_INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """A group that imports a subcommand's module when the subcommand is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        target = COMMANDS.get(cmd_name)
+        if target is None:
+            return None
+        module, _, attribute = target.partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        if not isinstance(found, click.Command):
+            raise TypeError(f"{target} is not a click command")
+        return found
+
+
+def _version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from importlib.metadata import version
+
+        click.echo(f"sojourn {version('sojourn')}")
+        ctx.exit()
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Durable sessions for AI agents over short-lived sandboxes.",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Show the version and exit.",
+)
+def cli() -> None:
+    """The group itself does nothing; its subcommands do."""
+
+
+def wants_json(arguments: Sequence[str]) -> bool:
+    """Whether `--json` is among the tool's own arguments (those after `--` are a command's)."""
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "--json" in own
+
+
+def report(error: SojournError, as_json: bool) -> None:
+    """Tell a failure on standard error."""
+    if as_json:
+        import msgspec
+
+        from sojourn.errors import to_body
+
+        click.echo(msgspec.json.encode(to_body(error)).decode(), err=True)
+    else:
+        click.echo(f"error: {error.message} [{error.code}]", err=True)
+        if error.next_step:
+            click.echo(error.next_step, err=True)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and give its exit code."""
+    try:
+        result = cli.main(args=list(arguments), prog_name="sojourn", standalone_mode=False)
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        return EXIT_INTERRUPTED
+    except click.ClickException as error:
+        from sojourn.errors import InvalidRequest
+
+        if wants_json(arguments):
+            report(InvalidRequest(error.format_message(), next_step="See --help."), True)
+        else:
+            error.show()
+        return EXIT_USAGE
+    except BrokenPipeError:
+        # The reader of our output left (`sojourn session ls | head`): say nothing, also at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    except Exception as error:
+        from sojourn.errors import SojournError
+
+        if isinstance(error, SojournError):
+            report(error, wants_json(arguments))
+            return error.exit_code
+        import traceback
+
+        traceback.print_exc()
+        report(SojournError(f"{type(error).__name__}: {error}"), wants_json(arguments))
+        return EXIT_INTERNAL
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,162 @@
+"""What the HTTP routes ask of the session service.
+
+Guarantee: every method checks tenant and state, raises only errors of the tree, and has changed
+nothing when it raises InvalidRequest, NotFound or Conflict. Verbs return an operation; `wait`
+awaits it. Paths are raw bytes, absolute inside the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from sojourn.node.guest import Guest
+from sojourn.wire.api import (
+    CodeRequest,
+    CreateSession,
+    DiffInfo,
+    EventInfo,
+    ExecRequest,
+    ExecResult,
+    ForkRequest,
+    OperationInfo,
+    SessionInfo,
+    SessionPage,
+    SnapshotInfo,
+    SnapshotRequest,
+    SpawnRequest,
+    StatusInfo,
+    SuspendRequest,
+    TemplateInfo,
+    TokenInfo,
+    UpdateSession,
+    VerifyReport,
+)
+from sojourn.wire.code import CodeResult
+from sojourn.wire.guest import Output, ProcessState
+
+
+class Principal(msgspec.Struct, frozen=True):
+    """Who asks: tenant, an actor name for the event log, and role `operator` or `tenant`."""
+
+    tenant: str
+    actor: str
+    role: str
+
+
+class FileAccess(Protocol):
+    """A held right to touch a session's files: use as an async context manager around `guest`.
+
+    Entering resumes the session if needed and keeps lifecycle verbs out (or makes them interrupt,
+    for long streams); leaving ends the turn (`mutates` decides whether it may snapshot).
+    """
+
+    async def __aenter__(self) -> Guest: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+
+class SessionService(Protocol):
+    """The one machine-independent entry to sessions."""
+
+    async def authenticate(self, token: str | None) -> Principal:
+        """Raises Unauthenticated."""
+
+    # -- sessions; `ref` is an id or a name of the caller's tenant
+    async def create(
+        self, who: Principal, request: CreateSession, key: str | None
+    ) -> OperationInfo: ...
+    async def get(self, who: Principal, ref: str) -> SessionInfo: ...
+    async def list(
+        self,
+        who: Principal,
+        *,
+        state: str | None,
+        labels: dict[str, str],
+        limit: int,
+        cursor: str | None,
+    ) -> SessionPage: ...
+    async def update(self, who: Principal, ref: str, request: UpdateSession) -> SessionInfo: ...
+    async def keep_alive(self, who: Principal, ref: str, seconds: float) -> SessionInfo: ...
+
+    # -- verbs; all idempotent by key
+    async def pause(self, who: Principal, ref: str, key: str | None) -> OperationInfo: ...
+    async def suspend(
+        self, who: Principal, ref: str, request: SuspendRequest, key: str | None
+    ) -> OperationInfo: ...
+    async def resume(self, who: Principal, ref: str, key: str | None) -> OperationInfo: ...
+    async def snapshot(
+        self, who: Principal, ref: str, request: SnapshotRequest, key: str | None
+    ) -> OperationInfo: ...
+    async def rollback(
+        self, who: Principal, ref: str, snapshot: str, key: str | None
+    ) -> OperationInfo: ...
+    async def fork(
+        self, who: Principal, ref: str, request: ForkRequest, key: str | None
+    ) -> OperationInfo: ...
+    async def promote(self, who: Principal, ref: str, key: str | None) -> OperationInfo: ...
+    async def delete(self, who: Principal, ref: str, key: str | None) -> OperationInfo: ...
+    async def operation(self, who: Principal, operation: str) -> OperationInfo: ...
+    async def wait(self, who: Principal, operation: str, timeout: float) -> OperationInfo:
+        """Returns the operation, finished or not after `timeout` seconds. Does not raise for a
+        failed operation: its `error` tells."""
+
+    # -- history
+    async def history(self, who: Principal, ref: str) -> list[SnapshotInfo]: ...
+    async def diff(
+        self, who: Principal, ref: str, a: str | None, b: str | None, *, text: bool, limit: int
+    ) -> DiffInfo:
+        """`a` None is the parent of `b`; `b` None is the head (a pending automatic snapshot is
+        waited for). Ids or labels."""
+
+    async def delete_snapshot(self, who: Principal, ref: str, snapshot: str) -> None: ...
+    async def verify(self, who: Principal, ref: str, snapshot: str | None) -> VerifyReport: ...
+    async def events(
+        self, who: Principal, ref: str, *, after: int, limit: int
+    ) -> list[EventInfo]: ...
+    def follow_events(
+        self, who: Principal, ref: str, *, after: int
+    ) -> AsyncIterator[EventInfo]: ...
+
+    # -- commands; a paused or suspended session is resumed first
+    async def exec(self, who: Principal, ref: str, request: ExecRequest) -> ExecResult: ...
+    def exec_stream(
+        self, who: Principal, ref: str, request: ExecRequest
+    ) -> AsyncIterator[ProcessState | Output]:
+        """First the started process, then output as it comes, last the ended process."""
+
+    async def spawn(self, who: Principal, ref: str, request: SpawnRequest) -> ProcessState: ...
+    async def processes(self, who: Principal, ref: str) -> list[ProcessState]: ...
+    async def process(self, who: Principal, ref: str, process: int) -> ProcessState: ...
+    async def wait_process(
+        self, who: Principal, ref: str, process: int, timeout: float
+    ) -> ProcessState: ...
+    def output(
+        self, who: Principal, ref: str, process: int, offsets: tuple[int, int]
+    ) -> AsyncIterator[Output]: ...
+    async def write_stdin(self, who: Principal, ref: str, process: int, data: bytes) -> None: ...
+    async def close_stdin(self, who: Principal, ref: str, process: int) -> None: ...
+    async def signal(
+        self, who: Principal, ref: str, process: int, signal: int, group: bool
+    ) -> None: ...
+    async def resize(
+        self, who: Principal, ref: str, process: int, rows: int, columns: int
+    ) -> None: ...
+    async def run_code(self, who: Principal, ref: str, request: CodeRequest) -> CodeResult: ...
+
+    # -- files
+    def files(self, who: Principal, ref: str, what: str, *, mutates: bool) -> FileAccess:
+        """`what` is the event's kind, such as `files.write /path`."""
+
+    # -- a bracketed group of calls that counts as one turn
+    async def begin_turn(self, who: Principal, ref: str, label: str | None) -> str: ...
+    async def end_turn(self, who: Principal, ref: str, turn: str) -> SnapshotInfo | None: ...
+
+    # -- service
+    async def templates(self, who: Principal) -> list[TemplateInfo]: ...
+    async def create_token(self, who: Principal, tenant: str) -> TokenInfo: ...
+    async def tokens(self, who: Principal) -> list[TokenInfo]: ...
+    async def revoke_token(self, who: Principal, token: str) -> None: ...
+    async def status(self, who: Principal) -> StatusInfo: ...

@@ -1,0 +1,360 @@
+"""Schemas of the HTTP API, shared by server, client and command line.
+
+Every request type refuses unknown fields. Times are seconds since 1970 (UTC) as numbers. Binary
+values are base64 strings in JSON. A path that is not UTF-8 shows U+FFFD in `path` and its exact
+bytes in `path_bytes`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sojourn.model import Limits, Policy
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all request bodies."""
+
+
+# -- sessions -----------------------------------------------------------------------------------
+
+
+class CreateSession(Request):
+    """`driver` None takes the node's default; `env` is present in every command of the session."""
+
+    template: str = "debian"
+    name: str | None = None
+    labels: dict[str, str] = {}
+    env: dict[str, str] = {}
+    limits: Limits | None = None
+    policy: Policy | None = None
+    driver: str | None = None
+    user: str | None = None
+    cwd: str | None = None
+
+
+class UpdateSession(Request):
+    """Only the given fields change. `limits` and `policy` replace the whole value."""
+
+    name: str | None | msgspec.UnsetType = msgspec.UNSET
+    labels: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    limits: Limits | msgspec.UnsetType = msgspec.UNSET
+    policy: Policy | msgspec.UnsetType = msgspec.UNSET
+
+
+class KeepAlive(Request):
+    """Push the idle deadline to at least `seconds` from now; it never moves nearer."""
+
+    seconds: float
+
+
+class SnapshotRequest(Request):
+    """`memory` False takes files only."""
+
+    label: str | None = None
+    memory: bool = True
+
+
+class SuspendRequest(Request):
+    """`memory` False keeps files only: processes end."""
+
+    memory: bool = True
+
+
+class RollbackRequest(Request):
+    """`snapshot` is an id or a label of the session's tree."""
+
+    snapshot: str
+
+
+class ForkRequest(Request):
+    """`snapshot` None forks from now; the children are named `names` when given."""
+
+    n: int = 1
+    snapshot: str | None = None
+    names: list[str] | None = None
+    labels: dict[str, str] = {}
+    start: bool = True
+
+
+class PromoteRequest(Request):
+    """Make this fork's head the head of the session it was forked from."""
+
+
+class SessionInfo(msgspec.Struct, frozen=True):
+    """A session as the API shows it."""
+
+    id: str
+    name: str | None
+    labels: dict[str, str]
+    template: str
+    env: dict[str, str]
+    limits: Limits
+    policy: Policy
+    driver: str
+    state: str
+    epoch: int
+    head: str | None
+    parent_session: str | None
+    forked_from: str | None
+    idle_deadline: float | None
+    lifetime_deadline: float | None
+    cause: str | None
+    operation: str | None
+    created_at: float
+    updated_at: float
+
+
+class SessionPage(msgspec.Struct, frozen=True):
+    """One page; `next` is the cursor of the following one."""
+
+    items: list[SessionInfo]
+    next: str | None
+
+
+class SnapshotInfo(msgspec.Struct, frozen=True):
+    """A snapshot as the API shows it. `current` marks the session's head; `memory` is False for a
+    files-only one, `thinned` when its memory image was dropped by policy."""
+
+    id: str
+    session: str
+    parent: str | None
+    kind: str
+    label: str | None
+    created_at: float
+    fingerprint: str
+    memory: bool
+    thinned: bool
+    memory_bytes: int
+    layer_bytes: int
+    current: bool
+
+
+class ChangeInfo(msgspec.Struct, frozen=True):
+    """One difference. `kind` is added, changed or removed."""
+
+    path: str
+    kind: str
+    what: list[str]
+    type: str
+    size_before: int | None
+    size_after: int | None
+    path_bytes: bytes | None = None
+
+
+class DiffInfo(msgspec.Struct, frozen=True):
+    """Differences from snapshot `a` to `b`; `text` holds unified diffs by path where asked for."""
+
+    a: str
+    b: str
+    changes: list[ChangeInfo]
+    text: dict[str, str | None] = {}
+    truncated: bool = False
+
+
+class FaultInfo(msgspec.Struct, frozen=True):
+    """One object found bad by verify."""
+
+    object: str
+    path: str | None
+    cause: str
+    snapshot: str
+
+
+class VerifyReport(msgspec.Struct, frozen=True):
+    """What verify read and found. `ok` is True when every byte is as it was put away."""
+
+    session: str
+    ok: bool
+    snapshots: int
+    objects: int
+    bytes: int
+    faults: list[FaultInfo]
+
+
+# -- operations and events ----------------------------------------------------------------------
+
+
+class OperationInfo(msgspec.Struct, frozen=True):
+    """A verb under way or done. `state` is pending, running, succeeded or failed; `result` depends
+    on the verb (a session, sessions, a snapshot), `error` is an error body."""
+
+    id: str
+    session: str
+    verb: str
+    state: str
+    step: str | None
+    created_at: float
+    finished_at: float | None
+    result: Any = None
+    error: dict[str, Any] | None = None
+
+
+class EventInfo(msgspec.Struct, frozen=True):
+    """Who did what to a session, when, with what result and between which snapshots."""
+
+    seq: int
+    session: str
+    at: float
+    actor: str
+    kind: str
+    result: str
+    details: dict[str, Any]
+    snapshot_before: str | None
+    snapshot_after: str | None
+    operation: str | None
+
+
+# -- commands -----------------------------------------------------------------------------------
+
+
+class ExecRequest(Request):
+    """A command: `argv`, or `shell` text for the session's shell.
+
+    `argv_bytes` gives arguments that are not UTF-8. `stdin` is inline input (at most 1 MiB;
+    larger input is streamed to a spawned process). `max_output` bounds what an answer in JSON
+    carries of each stream; more sets `truncated`.
+    """
+
+    argv: list[str] | None = None
+    argv_bytes: list[bytes] | None = None
+    shell: str | None = None
+    env: dict[str, str] = {}
+    cwd: str | None = None
+    user: str | None = None
+    timeout: float | None = None
+    stdin: bytes | None = None
+    max_output: int = 16 * 1024 * 1024
+
+
+class SpawnRequest(ExecRequest):
+    """A process that goes on by itself. `keep` bytes of each stream are kept inside for later."""
+
+    open_stdin: bool = False
+    pty: tuple[int, int] | None = None
+    keep: int = 8 * 1024 * 1024
+    lossless: bool = False
+
+
+class ExecResult(msgspec.Struct, frozen=True):
+    """How a command ended: `exit_code`, or 128 + `signal`. `process` lets more be read."""
+
+    exit_code: int
+    signal: int | None
+    timed_out: bool
+    reason: str | None
+    stdout: bytes
+    stderr: bytes
+    truncated: bool
+    process: int
+    duration: float
+
+
+class ProcessInfo(msgspec.Struct, frozen=True):
+    """A process of the session. Offsets are (first kept, next) of stdout and stderr."""
+
+    id: int
+    pid: int
+    argv: list[str]
+    pty: bool
+    running: bool
+    started_at: float
+    ended_at: float | None
+    exit_code: int | None
+    signal: int | None
+    timed_out: bool
+    reason: str | None
+    stdout: tuple[int, int]
+    stderr: tuple[int, int]
+
+
+class SignalRequest(Request):
+    """`signal` is a number or a name such as TERM."""
+
+    signal: int | str = "KILL"
+    group: bool = True
+
+
+class ResizeRequest(Request):
+    """Terminal size."""
+
+    rows: int
+    columns: int
+
+
+class CodeRequest(Request):
+    """Code for the session's persistent interpreter."""
+
+    code: str
+    context: str = "default"
+    timeout: float | None = None
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+class FileInfo(msgspec.Struct, frozen=True):
+    """One file inside a session."""
+
+    path: str
+    type: str
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    mtime_ns: int
+    nlink: int
+    target: str | None = None
+    path_bytes: bytes | None = None
+    target_bytes: bytes | None = None
+
+
+class FileChange(msgspec.Struct, frozen=True):
+    """An event of a watch."""
+
+    kind: str
+    path: str
+    is_dir: bool
+    path_bytes: bytes | None = None
+
+
+# -- service ------------------------------------------------------------------------------------
+
+
+class TemplateInfo(msgspec.Struct, frozen=True):
+    """A template the node has."""
+
+    name: str
+    layer: str
+    bytes: int
+    created_at: float
+
+
+class CreateToken(Request):
+    """A token for a tenant; made by the operator."""
+
+    tenant: str
+
+
+class TokenInfo(msgspec.Struct, frozen=True):
+    """A token; `token` itself is shown once, on creation."""
+
+    id: str
+    tenant: str
+    role: str
+    created_at: float
+    token: str | None = None
+
+
+class StatusInfo(msgspec.Struct, frozen=True):
+    """The server at a glance."""
+
+    version: str
+    node: str
+    drivers: dict[str, list[str]]
+    sessions: dict[str, int]
+    sandboxes: int
+    disk_free_bytes: int
+    store_bytes: int
