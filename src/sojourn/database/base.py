@@ -1,0 +1,246 @@
+"""What every database promises.
+
+Guarantee: the database alone owns consistency. Every change of a session's state is one
+compare-and-swap on (state, epoch), so a writer that acts for an older placement is refused; what
+was acknowledged survives a power cut, except where a method says otherwise; what belongs together
+is committed together or not at all; the same request with the same key happens once.
+
+All methods are called on one event loop. Every method may raise StorageFull (nothing was changed),
+IntegrityError (the database file is damaged) and Unreachable (it is locked or gone).
+`tenant=None` means the operator's view: any tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from sojourn.database.records import (
+    Event,
+    Operation,
+    Pruned,
+    References,
+    Role,
+    SandboxRecord,
+    SandboxState,
+    SessionPage,
+    SnapshotRecord,
+    Tenant,
+    Token,
+)
+from sojourn.database.writes import AppendEvent, Write
+from sojourn.errors import ErrorBody
+from sojourn.model.sessions import Session, SessionState
+
+KEY_LIFETIME = 24 * 3600.0  # seconds an idempotency key is remembered
+
+
+class Database(Protocol):
+    """One database. `sojourn.database.open_database` gives an open one."""
+
+    async def close(self) -> None:
+        """Write what is pending and let go. Idempotent."""
+
+    async def check(self) -> list[str]:
+        """Read everything and name what is damaged (empty: sound)."""
+
+    async def backup(self, target: Path) -> None:
+        """Write a consistent copy to a new file. Raises InvalidRequest when it exists."""
+
+    # -- changes ----------------------------------------------------------------------------
+    async def commit(self, writes: Sequence[Write], *, durable: bool = True) -> list[Any]:
+        """Apply all in order, in one transaction, or none; one result per write.
+
+        With `durable=False` the change survives the end of the process by whatever cause, but a
+        power cut may take it (never out of order: a later durable commit secures it too).
+        """
+
+    # -- sessions ---------------------------------------------------------------------------
+    async def insert_session(self, session: Session) -> Session:
+        """Raises NameTaken; names of deleted sessions are free."""
+
+    async def get_session(self, tenant: str | None, id_or_name: str) -> Session:
+        """A live session by id or name. Raises SessionNotFound, also for deleted ones."""
+
+    async def list_sessions(
+        self,
+        tenant: str | None,
+        *,
+        states: Collection[SessionState] | None = None,
+        labels: Mapping[str, str] | None = None,
+        parent: str | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> SessionPage:
+        """Newest first, live ones unless `states` asks for deleted ones; all given labels must
+        match; `parent` keeps children of that session. `after` is the `next` of the page before;
+        sessions that come and go in between neither repeat nor hide others.
+        Raises InvalidRequest for a bad cursor."""
+
+    async def update_session(
+        self,
+        id: str,
+        *,
+        expect_state: Collection[SessionState],
+        expect_epoch: int,
+        **changes: Any,
+    ) -> Session:
+        """The compare-and-swap; see `writes.UpdateSession`."""
+
+    async def count_sessions(self, tenant: str | None = None) -> dict[SessionState, int]:
+        """How many sessions are in each state (every state is a key)."""
+
+    # -- deadlines --------------------------------------------------------------------------
+    def touch_idle(self, session: str, deadline: float) -> None:
+        """Move a session's idle deadline out, never in. Cheap: remembered at once, written at most
+        once a second per session, so a crash loses at most the last second's move. Without effect
+        on a session that has no idle deadline. Reads through this object see it at once."""
+
+    async def due_sessions(self, now: float, *, limit: int = 100) -> list[Session]:
+        """Sessions something must happen to: running or paused ones with a deadline that has come,
+        and suspended or failed ones whose lifetime is over and whose policy says delete."""
+
+    async def next_deadline(self) -> float | None:
+        """When the next session becomes due."""
+
+    # -- snapshots --------------------------------------------------------------------------
+    async def insert_snapshot(self, snapshot: SnapshotRecord) -> None: ...
+
+    async def get_snapshot(
+        self, tenant: str | None, id: str, *, hidden: bool = False
+    ) -> SnapshotRecord:
+        """Raises SnapshotNotFound; hidden ones are found only when asked for."""
+
+    async def list_snapshots(self, session: str, *, hidden: bool = False) -> list[SnapshotRecord]:
+        """The session's tree, oldest first, parents before children."""
+
+    async def children(self, snapshot: str) -> list[SnapshotRecord]:
+        """Snapshots (of any session, hidden ones too) whose parent it is."""
+
+    async def update_snapshot(self, id: str, **changes: Any) -> SnapshotRecord:
+        """See `writes.UpdateSnapshot`."""
+
+    async def delete_snapshot(self, id: str) -> bool:
+        """See `writes.DeleteSnapshot`."""
+
+    async def removable_snapshots(self) -> list[SnapshotRecord]:
+        """Hidden ones that nothing needs any more (no child, no head), and all of deleted sessions
+        that no live session descends from. Removing them may make others removable."""
+
+    async def references(self) -> References:
+        """All layer and image ids any snapshot row refers to."""
+
+    # -- operations -------------------------------------------------------------------------
+    async def begin(
+        self,
+        *,
+        tenant: str,
+        session: str,
+        verb: str,
+        request: dict[str, Any],
+        server: str,
+        key: str | None = None,
+        exclusive: bool = True,
+        supersede: bool = False,
+        creates: bool = False,
+        also: Sequence[Write] = (),
+    ) -> tuple[Operation, bool]:
+        """Begin an operation, durably; answers (operation, whether it is new).
+
+        With a `key` seen within 24 hours for the same verb, session and request, the stored
+        operation is answered and nothing changes, also when many try at once; for another request
+        IdempotencyMismatch is raised. `creates` leaves the session's id out of that comparison
+        (the caller makes a new id for each try). `also` is applied in the same transaction, only
+        when new, before the operation is inserted.
+        An `exclusive` operation is the session's only unfinished one: else SessionBusy is raised,
+        with details `operation` and `verb`; with `supersede` the unfinished one is instead failed
+        with Interrupted in the same transaction (delete must work from every state).
+        """
+
+    async def set_step(
+        self, operation: str, step: str, data: dict[str, Any] | None = None
+    ) -> Operation:
+        """See `writes.SetStep`. Durable."""
+
+    async def finish(
+        self, operation: str, result: Any = None, *, error: ErrorBody | None = None
+    ) -> Operation:
+        """See `writes.FinishOperation`. Durable."""
+
+    async def get_operation(self, tenant: str | None, id: str) -> Operation:
+        """Raises OperationNotFound."""
+
+    async def unfinished_operations(
+        self, *, session: str | None = None, server: str | None = None
+    ) -> list[Operation]:
+        """Oldest first."""
+
+    async def list_operations(self, session: str, *, limit: int = 100) -> list[Operation]:
+        """The session's operations, newest first."""
+
+    # -- events -----------------------------------------------------------------------------
+    def append_event(self, event: AppendEvent, *, durable: bool = False) -> asyncio.Future[int]:
+        """Append at once; the future gives the sequence number when it is written. In the order of
+        calls. Without `durable` as `commit(durable=False)`: for turns, off the sync path."""
+
+    async def list_events(
+        self, session: str, *, after: int = 0, limit: int = 1000, kinds: Collection[str] = ()
+    ) -> list[Event]:
+        """Events with a greater sequence number, in order."""
+
+    def follow_events(self, session: str, *, after: int = 0) -> AsyncIterator[Event]:
+        """All events from there on, in order, without a gap, waiting for new ones for ever."""
+
+    # -- sandboxes --------------------------------------------------------------------------
+    async def put_sandbox(self, sandbox: SandboxRecord) -> None:
+        """See `writes.PutSandbox`. Durable: written before the sandbox is started."""
+
+    async def set_sandbox_state(self, id: str, state: SandboxState) -> bool: ...
+
+    async def get_sandbox(self, id: str) -> SandboxRecord | None: ...
+
+    async def list_sandboxes(
+        self, *, node: str | None = None, session: str | None = None
+    ) -> list[SandboxRecord]: ...
+
+    async def delete_sandbox(self, id: str) -> bool:
+        """Idempotent; answers whether there was one."""
+
+    # -- tenants and tokens -----------------------------------------------------------------
+    async def create_tenant(self, name: str) -> Tenant:
+        """Raises NameTaken."""
+
+    async def get_tenant(self, id_or_name: str) -> Tenant:
+        """Raises NotFound."""
+
+    async def list_tenants(self) -> list[Tenant]: ...
+
+    async def create_token(
+        self, tenant: str, role: Role, *, label: str | None = None, secret: str | None = None
+    ) -> tuple[Token, str]:
+        """A new token and its secret, which cannot be read again. `secret` registers a given one
+        (at least 32 characters)."""
+
+    async def verify_token(self, secret: str) -> Token:
+        """Raises Unauthenticated when it is unknown or revoked."""
+
+    async def revoke_token(self, id: str) -> bool:
+        """Takes effect at once; answers whether it was valid before."""
+
+    async def list_tokens(self, tenant: str | None = None) -> list[Token]: ...
+
+    # -- settings and retention -------------------------------------------------------------
+    async def get_setting(self, key: str) -> str | None: ...
+
+    async def set_setting(self, key: str, value: str) -> None: ...
+
+    async def server_id(self) -> str:
+        """The id of this installation, made at the first call and kept."""
+
+    async def prune(
+        self, now: float, *, operations_after: float = 7 * 86400.0, sessions_after: float = 86400.0
+    ) -> Pruned:
+        """Drop finished operations older than `operations_after` seconds that no valid key names,
+        expired keys, and deleted sessions (older than `sessions_after`) without snapshots."""
