@@ -104,8 +104,11 @@ class Store(Protocol):
     def stage_image(self) -> Path:
         """A fresh directory on the store's file system for a driver to write an image into."""
 
-    def publish_image(self, staged: Path, driver: str, runtime: str) -> MemoryRef:
-        """Hash, sync and publish a staged image. Idempotent by content."""
+    def publish_image(
+        self, staged: Path, driver: str, runtime: str, cpu: list[str]
+    ) -> MemoryRef:
+        """Hash, sync and publish a staged image; `cpu` are the features it may rely on.
+        Idempotent by content."""
 
     def image_path(self, image: str) -> Path:
         """Directory of a published image. Raises IntegrityError when missing."""

@@ -1,0 +1,234 @@
+"""The node agent: everything that happens on one machine, behind one interface.
+
+Guarantee: a call for an older epoch than the sandbox's own is refused, so a late caller cannot
+touch a newer placement; whatever a crash left on the machine is either adopted or removed.
+The server calls the agent in its own process today; a remote node offers the same methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from sojourn.errors import IntegrityError, SandboxLost, SojournError, StaleEpoch, Unsupported
+from sojourn.model import LayerRef, Limits, SessionState
+from sojourn.node import captures, mounts
+from sojourn.node.isolation.base import Driver
+from sojourn.node.records import SandboxRecord, read_record
+from sojourn.node.sandboxes import Sandbox
+from sojourn.store.base import Store
+
+log = logging.getLogger(__name__)
+
+# A template's thousands of files are not read again at each start; a session's own layers are.
+_TRUST_SECONDS = 600.0
+
+
+class NodeAgent:
+    """The sandboxes of one machine."""
+
+    def __init__(
+        self,
+        directory: Path,
+        store: Store,
+        drivers: Mapping[str, Driver],
+        supervisor: Path,
+        *,
+        default_driver: str,
+    ) -> None:
+        self.directory = directory
+        self.store = store
+        self.drivers = drivers
+        self.default_driver = default_driver
+        self._supervisor = supervisor
+        self._sandboxes: dict[str, Sandbox] = {}
+        self._checked: dict[str, float] = {}
+        self._templates: set[str] = set()
+        self._chores: set[asyncio.Task[None]] = set()
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def trust_template(self, layer: LayerRef) -> None:
+        """Check a template's layer now and spare it in later starts for a while.
+
+        Raises IntegrityError.
+        """
+        self.store.check_layer(layer)
+        self._templates.add(layer.id)
+        self._checked[layer.id] = time.monotonic()
+
+    def _trusted(self, layer: LayerRef) -> bool:
+        if layer.id not in self._templates:
+            return False
+        fresh = time.monotonic() - self._checked[layer.id] < _TRUST_SECONDS
+        if not fresh:
+            # The caller checks it now, which is as good as having checked it here.
+            self._checked[layer.id] = time.monotonic()
+        return fresh
+
+    def driver(self, name: str) -> Driver:
+        """A driver by name. Raises Unsupported."""
+        try:
+            return self.drivers[name]
+        except KeyError:
+            raise Unsupported(
+                f"this node has no driver {name!r} (it has {', '.join(sorted(self.drivers))})"
+            ) from None
+
+    def _make(self, record: SandboxRecord) -> Sandbox:
+        return Sandbox(
+            record,
+            self.directory / record.sandbox,
+            self.driver(record.driver),
+            self.store,
+            self._supervisor,
+        )
+
+    # -- placements -------------------------------------------------------------------------
+
+    async def start(self, record: SandboxRecord) -> None:
+        """Start a sandbox for a placement. Raises ResumeFailed, IntegrityError, StorageFull;
+        nothing is left behind then."""
+        sandbox = self._make(record)
+        self._sandboxes[record.sandbox] = sandbox
+        try:
+            await sandbox.start(self._trusted, secrets.token_hex(16))
+        except BaseException:
+            self._sandboxes.pop(record.sandbox, None)
+            raise
+
+    def find(self, sandbox: str, epoch: int) -> Sandbox:
+        """The sandbox of a placement. Raises SandboxLost when the node does not have it,
+        StaleEpoch when the caller's placement is older."""
+        found = self._sandboxes.get(sandbox)
+        if found is None:
+            raise SandboxLost(f"sandbox {sandbox} is not on this node")
+        if found.record.epoch > epoch:
+            raise StaleEpoch(
+                f"epoch {epoch} is over; sandbox {sandbox} belongs to {found.record.epoch}"
+            )
+        return found
+
+    def has(self, sandbox: str) -> bool:
+        """Whether the node runs it."""
+        return sandbox in self._sandboxes
+
+    @property
+    def count(self) -> int:
+        """How many sandboxes the node runs."""
+        return len(self._sandboxes)
+
+    async def stop(self, sandbox: str) -> None:
+        """End a sandbox's processes and unmount it, keeping its upper directory. Idempotent."""
+        found = self._sandboxes.get(sandbox)
+        if found is not None:
+            await found.kill()
+            await asyncio.to_thread(found.unmount)
+
+    async def take(self, sandbox: str, layer: LayerRef | None) -> None:
+        """Move the upper of a stopped sandbox into the store as the layer it was hashed to.
+
+        May be repeated after a crash. Raises IntegrityError when it is no longer what was hashed.
+        """
+        if layer is not None:
+            upper = self.directory / sandbox / "upper"
+            await asyncio.to_thread(self.store.take_layer, layer, upper)
+
+    async def salvage(self, sandbox: str) -> LayerRef | None:
+        """Seal what a sandbox that died had written. None when it had changed no file."""
+        directory = self.directory / sandbox
+        upper = directory / "upper"
+        if not upper.is_dir():
+            return None
+        await asyncio.to_thread(mounts.cleanup_mounts, directory)
+        sealed = await asyncio.to_thread(
+            lambda: self.store.seal_layer(upper, since=None, suspects=set())
+        )
+        if sealed.ref.entries == 0:
+            return None
+        return await asyncio.to_thread(sealed.take)
+
+    async def destroy(self, sandbox: str) -> None:
+        """End and remove a sandbox, whatever is left of it. Idempotent."""
+        found = self._sandboxes.pop(sandbox, None)
+        if found is None:
+            directory = self.directory / sandbox
+            record = await asyncio.to_thread(_record_or_none, directory)
+            if record is None or record.driver not in self.drivers:
+                await asyncio.to_thread(_remove, directory)
+                return
+            found = self._make(record)
+        await found.destroy()
+
+    def destroy_soon(self, sandbox: str) -> None:
+        """Destroy in the background: off the path of whoever waits for the session."""
+        task = asyncio.create_task(self._destroy_logged(sandbox))
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+    async def _destroy_logged(self, sandbox: str) -> None:
+        try:
+            await self.destroy(sandbox)
+        except (SojournError, OSError) as error:
+            # The sweep at the next start, or the reaper, tries again.
+            log.warning("sandbox %s is not removed yet: %s", sandbox, error)
+
+    async def reap(self, keep: set[str]) -> list[str]:
+        """Remove everything on the machine that belongs to this node and to no sandbox in `keep`:
+        processes, mounts, cgroups, directories. Returns the ids."""
+        reaped = []
+        for driver in self.drivers.values():
+            reaped += await asyncio.to_thread(driver.sweep, keep)
+        for directory in sorted(self.directory.iterdir()):
+            if directory.name not in keep and directory.name not in self._sandboxes:
+                await asyncio.to_thread(_remove, directory)
+                reaped.append(directory.name)
+        return sorted(set(reaped))
+
+    def records(self) -> dict[str, SandboxRecord | None]:
+        """What lies on the disk; None for one whose record was never finished or is unreadable."""
+        found: dict[str, SandboxRecord | None] = {}
+        for directory in sorted(self.directory.iterdir()):
+            found[directory.name] = _record_or_none(directory)
+        return found
+
+    async def adopt(self, record: SandboxRecord, state: SessionState) -> Sandbox:
+        """Take over a living sandbox that an earlier server process left. Raises SandboxLost."""
+        sandbox = self._make(record)
+        await sandbox.adopt(state)
+        self._sandboxes[record.sandbox] = sandbox
+        return sandbox
+
+    def update_limits(self, sandbox: Sandbox, limits: Limits) -> None:
+        """Apply other limits to a running sandbox. Blocks."""
+        sandbox.driver.update_limits(sandbox.spec, limits)
+
+    async def close(self) -> None:
+        """Let go of every sandbox without ending it; finish what runs in the background."""
+        if self._chores:
+            await asyncio.gather(*self._chores)
+        for sandbox in list(self._sandboxes.values()):
+            with contextlib.suppress(SandboxLost):
+                await sandbox.guest.close()
+        self._sandboxes.clear()
+
+
+def _record_or_none(directory: Path) -> SandboxRecord | None:
+    try:
+        return read_record(directory)
+    except IntegrityError as error:
+        log.error("%s", error)
+        return None
+
+
+def _remove(directory: Path) -> None:
+    mounts.cleanup_mounts(directory)
+    shutil.rmtree(directory, ignore_errors=False) if directory.exists() else None
+
+
+__all__ = ["NodeAgent", "captures"]

@@ -1,0 +1,281 @@
+"""Taking the state of a sandbox: live, while it goes on, or final, when it is put away.
+
+Guarantee: a refused or failed capture leaves the sandbox running and nothing in the store; memory
+and files are of one instant, because both are taken between freeze and thaw.
+
+Order (live): look for obstacles, detach, freeze, look again, checkpoint, copy what changed, thaw,
+attach; hashing, syncing and publishing come after the thaw. Order (final): the same up to the
+checkpoint, then the upper is hashed in place and synced while still frozen; only when the caller
+has recorded the result is the sandbox ended and the directory moved into the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from sojourn.errors import (
+    CaptureFailed,
+    CaptureRefused,
+    SandboxLost,
+    SojournError,
+    StorageFull,
+    UnlinkedOpenFile,
+    Unsupported,
+)
+from sojourn.model import LayerRef, MemoryRef
+from sojourn.node import host
+from sojourn.node.isolation.base import Capability
+from sojourn.node.sandboxes import ATTACH_SECONDS, Sandbox
+from sojourn.store.base import PendingLayer, SealedLayer
+from sojourn.wire.guest import OpenUnlinked
+
+# Room that must be left beside a memory image: a checkpoint that meets a full disk is lost work,
+# and on some runtimes the sandbox with it.
+_RESERVE_BYTES = 64 * 1024 * 1024
+
+
+class Captured(msgspec.Struct, frozen=True):
+    """A published capture: what a snapshot's manifest needs of layers and memory."""
+
+    layers: list[LayerRef]
+    memory: MemoryRef | None
+
+
+class Sealed(msgspec.Struct, frozen=True):
+    """A final capture whose upper still lies in the sandbox's directory.
+
+    `layer` is None when the session changed no file. `layers` includes it.
+    """
+
+    layers: list[LayerRef]
+    layer: LayerRef | None
+    memory: MemoryRef | None
+
+
+def _refusal(found: list[OpenUnlinked]) -> UnlinkedOpenFile:
+    first = found[0]
+    path = os.fsdecode(first.path)
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return UnlinkedOpenFile(
+        f"process {first.pid} ({os.fsdecode(first.command)}) holds {path!r} open, whose name is"
+        f" gone{more}",
+        pid=first.pid,
+        path=path,
+        files=[
+            {"pid": item.pid, "fd": item.fd, "path": os.fsdecode(item.path)} for item in found[:50]
+        ],
+    )
+
+
+async def look_for_obstacles(sandbox: Sandbox) -> None:
+    """Refuse early, from inside, where process ids can be told. Raises UnlinkedOpenFile."""
+    found = await sandbox.guest.unlinked()
+    if found:
+        raise _refusal(found)
+
+
+async def _freeze(sandbox: Sandbox, memory: bool) -> None:
+    """Freeze for a capture; with `memory`, refuse what a checkpoint would not survive."""
+    if memory and not sandbox.has(Capability.MEMORY):
+        raise Unsupported(
+            f"driver {sandbox.driver.name} keeps files only",
+            next_step="Take a files-only snapshot (memory=false).",
+        )
+    was_frozen = sandbox.frozen
+    if not was_frozen:
+        if memory:
+            await look_for_obstacles(sandbox)
+        else:
+            await sandbox.guest.sync()
+    if sandbox.has(Capability.FREEZE):
+        await sandbox.freeze()
+    if memory:
+        # Whoever lost its name between the look from inside and the freeze is found from outside.
+        gone = await asyncio.to_thread(sandbox.driver.unlinked_files, sandbox.spec)
+        if gone:
+            await release(sandbox, was_frozen)
+            found = [] if was_frozen else await sandbox.guest.unlinked()
+            raise (
+                _refusal(found)
+                if found
+                else UnlinkedOpenFile(
+                    f"a process holds {gone[0]!r} open, whose name is gone", path=gone[0], pid=None
+                )
+            )
+
+
+async def release(sandbox: Sandbox, stay_frozen: bool) -> None:
+    """Bring a sandbox back to what it was before a capture. Raises SandboxLost."""
+    if not stay_frozen:
+        await sandbox.thaw()
+
+
+async def _checkpoint(sandbox: Sandbox) -> Path:
+    """The staged image of a frozen sandbox."""
+    status = await asyncio.to_thread(sandbox.driver.status, sandbox.spec)
+    needed = sum(_resident_bytes(pid) for pid in status.pids) + _RESERVE_BYTES
+    staged = sandbox.store.stage_image()
+    free = shutil.disk_usage(staged).free
+    try:
+        if free < needed:
+            raise StorageFull(
+                f"a memory image may need {needed} bytes, the data directory has {free}",
+                needed=needed,
+                free=free,
+            )
+        await asyncio.to_thread(sandbox.driver.checkpoint, sandbox.spec, staged)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    return staged
+
+
+def _resident_bytes(pid: int) -> int:
+    """Resident shared memory of a host process: the sandbox's memory is a memfd it maps."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssShmem:"):
+                return int(line.split()[1]) * 1024
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it ended; the checkpoint itself will say so
+    return 0
+
+
+def _suspects(sandbox: Sandbox) -> set[bytes]:
+    return {os.fsencode(path) for path in sandbox.driver.writable_files(sandbox.spec)}
+
+
+async def capture_live(sandbox: Sandbox, *, memory: bool) -> Captured:
+    """Take a snapshot's content while the session goes on (or stays paused).
+
+    Raises CaptureRefused, StorageFull, CaptureFailed; the sandbox runs on. Raises SandboxLost when
+    it did not survive.
+    """
+    if memory and not sandbox.has(Capability.LIVE_CHECKPOINT):
+        raise Unsupported(f"driver {sandbox.driver.name} cannot checkpoint a running sandbox")
+    stay_frozen = sandbox.frozen
+    # Measured before the freeze: what happens in between makes the next turn count as changed,
+    # which costs a snapshot but loses nothing.
+    activity = None if stay_frozen else await sandbox.guest.activity()
+    await _freeze(sandbox, memory)
+    staged: Path | None = None
+    pending: PendingLayer | None = None
+    try:
+        try:
+            if memory:
+                staged = await _checkpoint(sandbox)
+            pending = await asyncio.to_thread(
+                lambda: sandbox.store.capture_layer(
+                    sandbox.upper, since=sandbox.since, suspects=_suspects(sandbox)
+                )
+            )
+        finally:
+            await _thaw_or_lost(sandbox, stay_frozen)
+        layer, image = await asyncio.gather(
+            asyncio.to_thread(pending.publish), _publish_image(sandbox, staged)
+        )
+    except BaseException:
+        if staged is not None:
+            shutil.rmtree(staged, ignore_errors=True)
+        if pending is not None:
+            pending.discard()
+        raise
+    sandbox.since = (pending.scan, layer)
+    sandbox.baseline_scan = pending.scan
+    if activity is not None:
+        sandbox.baseline = activity
+    return Captured(layers=_chain(sandbox, layer), memory=image)
+
+
+async def _thaw_or_lost(sandbox: Sandbox, stay_frozen: bool) -> None:
+    # A cancelled request must not leave a frozen sandbox behind.
+    await asyncio.shield(release(sandbox, stay_frozen))
+
+
+async def _publish_image(sandbox: Sandbox, staged: Path | None) -> MemoryRef | None:
+    if staged is None:
+        return None
+    return await asyncio.to_thread(
+        sandbox.store.publish_image,
+        staged,
+        sandbox.driver.name,
+        sandbox.driver.runtime,
+        host.cpu_features(),
+    )
+
+
+def _chain(sandbox: Sandbox, layer: LayerRef | None) -> list[LayerRef]:
+    if layer is None or layer.entries == 0:
+        return list(sandbox.record.layers)
+    return [*sandbox.record.layers, layer]
+
+
+async def capture_final(sandbox: Sandbox, *, memory: bool) -> Sealed:
+    """Take everything of a sandbox that will be ended; it stays frozen and alive.
+
+    Raises like `capture_live`, the sandbox runs on then.
+    """
+    stay_frozen = sandbox.frozen
+    await _freeze(sandbox, memory)
+    staged: Path | None = None
+    try:
+        if memory:
+            staged = await _checkpoint(sandbox)
+        sealed, image = await asyncio.gather(
+            asyncio.to_thread(
+                lambda: sandbox.store.seal_layer(
+                    sandbox.upper, since=sandbox.since, suspects=_suspects(sandbox)
+                )
+            ),
+            _publish_image(sandbox, staged),
+        )
+    except BaseException as error:
+        if staged is not None:
+            shutil.rmtree(staged, ignore_errors=True)
+        with contextlib.suppress(SandboxLost):
+            await _thaw_or_lost(sandbox, stay_frozen)
+        raise _as_capture_error(error) from error
+    return seal_result(sandbox, sealed, image)
+
+
+def seal_result(sandbox: Sandbox, sealed: SealedLayer, image: MemoryRef | None) -> Sealed:
+    """What a final capture amounts to; an upper without entries adds no layer."""
+    empty = sealed.ref.entries == 0
+    return Sealed(
+        layers=_chain(sandbox, sealed.ref),
+        layer=None if empty else sealed.ref,
+        memory=image,
+    )
+
+
+def _as_capture_error(error: BaseException) -> BaseException:
+    if isinstance(error, (SojournError, asyncio.CancelledError)):
+        return error
+    if isinstance(error, Exception):
+        return CaptureFailed(f"the capture failed: {error}; the session runs on")
+    return error
+
+
+async def attach_again(sandbox: Sandbox) -> None:
+    """Undo a final capture: the sandbox goes on. Raises SandboxLost."""
+    await sandbox.thaw()
+    if not sandbox.guest.attached:
+        await sandbox.guest.attach(ATTACH_SECONDS)
+
+
+__all__ = [
+    "CaptureRefused",
+    "Captured",
+    "Sealed",
+    "attach_again",
+    "capture_final",
+    "capture_live",
+    "look_for_obstacles",
+    "release",
+]

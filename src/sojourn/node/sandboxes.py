@@ -1,0 +1,242 @@
+"""One sandbox on this node: its mounts, its driver, its link to the supervisor.
+
+Guarantee: `start` either ends with a sandbox that answers and whose every used byte was checked,
+or raises and leaves nothing behind; `destroy` removes everything, whatever was left half-done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from sojourn.errors import ResumeFailed, SandboxLost, SojournError
+from sojourn.model import LayerRef, SessionState
+from sojourn.node import host, mounts
+from sojourn.node.guest import Guest
+from sojourn.node.interpreter import Interpreter
+from sojourn.node.isolation.base import Capability, Driver, SandboxSpec, SandboxStatus
+from sojourn.node.link import GuestLink
+from sojourn.node.records import SandboxRecord, write_record
+from sojourn.store.base import Scan, Store
+from sojourn.wire.guest import GuestActivity
+
+ATTACH_SECONDS = 30.0
+DETACH_SECONDS = 10.0
+
+BASE_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+    "HOME": "/root",
+    "TERM": "xterm",
+}
+
+
+class Sandbox:
+    """A sandbox this node runs.
+
+    `since` is the last capture of the upper directory: the next one copies only what changed
+    after it. `baseline` and `baseline_scan` are what `changed` compares with.
+    """
+
+    def __init__(
+        self,
+        record: SandboxRecord,
+        directory: Path,
+        driver: Driver,
+        store: Store,
+        supervisor: Path,
+    ) -> None:
+        self.record = record
+        self.directory = directory
+        self.driver = driver
+        self.store = store
+        self.spec = SandboxSpec(
+            sandbox=record.sandbox,
+            directory=directory,
+            root=directory / "root",
+            control=directory / "control",
+            supervisor=supervisor,
+            argv=["--max-processes", str(record.limits.pids)],
+            env=BASE_ENV | record.config.env,
+            hostname=record.config.hostname,
+            limits=record.limits,
+        )
+        self.guest: Guest = GuestLink(directory / "control")
+        self.interpreter = Interpreter(self.guest)
+        self.since: tuple[Scan, LayerRef] | None = None
+        self.baseline: GuestActivity | None = None
+        self.baseline_scan: Scan | None = None
+        self.frozen = False
+
+    @property
+    def upper(self) -> Path:
+        """The overlay's upper directory: what changed since the layers below."""
+        return self.directory / "upper"
+
+    def has(self, capability: Capability) -> bool:
+        """Whether the driver can do this."""
+        return capability in self.driver.capabilities
+
+    # -- start ------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Write the record and mount the root. Blocks."""
+        self.directory.mkdir(parents=True, mode=0o700)
+        write_record(self.directory, self.record)
+        for name in ("upper", "work", "root", "control", "driver"):
+            (self.directory / name).mkdir(mode=0o755)
+        self.mount()
+
+    def mount(self) -> None:
+        """Mount the layers with the upper over them. Blocks."""
+        lowers = [self.store.layer_path(layer.id) for layer in reversed(self.record.layers)]
+        mounts.mount_overlay(lowers, self.upper, self.directory / "work", self.spec.root)
+
+    def _launch(self) -> None:
+        if self.record.memory is not None:
+            self.driver.restore(self.spec, self.store.image_path(self.record.memory.id))
+        else:
+            self.driver.start(self.spec)
+
+    async def start(self, trusted: Callable[[LayerRef], bool], generation: str) -> None:
+        """Boot or restore, verify what is used meanwhile, and wait until the supervisor answers.
+
+        `trusted` says which layers were checked so recently that it is not done again.
+        Raises ResumeFailed, IntegrityError, StorageFull; nothing is left then.
+        """
+        try:
+            if self.record.memory is not None:
+                host.check_image_fits(
+                    self.record.memory, self.driver.runtime, host.cpu_features()
+                )
+            await asyncio.to_thread(self.prepare)
+            # Reading back what is used costs as much as starting; both go on at once, and the
+            # sandbox is handed out only when both are well.
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(asyncio.to_thread(self._launch))
+                tasks.create_task(self.guest.attach(ATTACH_SECONDS))
+                tasks.create_task(asyncio.to_thread(self._verify, trusted))
+            await self.guest.refresh(generation=generation, hostname=self.record.config.hostname)
+            await self.mark()
+        except BaseException as error:
+            await asyncio.shield(self.destroy())
+            first = _first(error)
+            if isinstance(first, SandboxLost):
+                raise ResumeFailed(
+                    f"the sandbox started but its supervisor does not answer: {first.message}",
+                    **first.details,
+                ) from error
+            if isinstance(first, SojournError):
+                raise first from error
+            raise
+
+    def _verify(self, trusted: Callable[[LayerRef], bool]) -> None:
+        for layer in self.record.layers:
+            if not trusted(layer):
+                self.store.check_layer(layer)
+        if self.record.memory is not None:
+            self.store.verify_image(self.record.memory)
+
+    async def adopt(self, state: SessionState) -> None:
+        """Take over a living sandbox after a restart of the server. Raises SandboxLost."""
+        status = await asyncio.to_thread(self.driver.status, self.spec)
+        if not status.alive:
+            raise SandboxLost(f"sandbox {self.record.sandbox} is gone: {status.cause or 'ended'}")
+        self.frozen = status.frozen
+        if state is SessionState.PAUSED and status.frozen:
+            return
+        if status.frozen:
+            await asyncio.to_thread(self.driver.thaw, self.spec)
+            self.frozen = False
+        await self.guest.attach(ATTACH_SECONDS)
+        # What changed before the restart is unknown: no baseline means the next turn counts as
+        # a change.
+
+    # -- freeze and thaw --------------------------------------------------------------------
+
+    async def freeze(self) -> None:
+        """Detach from the supervisor and stop every process at one instant."""
+        if self.frozen:
+            return
+        if self.guest.attached:
+            await self.guest.detach(DETACH_SECONDS)
+        try:
+            await asyncio.to_thread(self.driver.freeze, self.spec)
+        except SojournError:
+            with contextlib.suppress(SandboxLost):
+                await self.guest.attach(ATTACH_SECONDS)
+            raise
+        self.frozen = True
+
+    async def thaw(self) -> None:
+        """Let every process go on and link to the supervisor again. Raises SandboxLost."""
+        if self.frozen:
+            await asyncio.to_thread(self.driver.thaw, self.spec)
+            self.frozen = False
+        if not self.guest.attached:
+            await self.guest.attach(ATTACH_SECONDS)
+
+    # -- changes ----------------------------------------------------------------------------
+
+    async def mark(self) -> None:
+        """Take the present state as the one `changed` compares with."""
+        self.baseline = await self.guest.activity()
+        self.baseline_scan = await asyncio.to_thread(self.store.scan, self.upper)
+
+    async def changed(self) -> bool:
+        """Whether files, memory file systems or the set of processes differ from the baseline."""
+        if self.baseline is None or self.baseline_scan is None:
+            return True
+        now = await self.guest.activity()
+        if now.tmpfs is None or now.tmpfs != self.baseline.tmpfs:
+            return True
+        if now.alive != self.baseline.alive:
+            return True
+        # A tree of a few entries is read faster than a thread is woken.
+        return not self.store.unchanged(self.upper, self.baseline_scan)
+
+    def status(self) -> SandboxStatus:
+        """What the host shows of it. Blocks."""
+        return self.driver.status(self.spec)
+
+    # -- end --------------------------------------------------------------------------------
+
+    async def kill(self) -> None:
+        """End every process; the upper directory and the mounts stay."""
+        await self.guest.close()
+        await asyncio.to_thread(self.driver.destroy, self.spec)
+
+    def unmount(self) -> None:
+        """Unmount the root. Blocks. Idempotent."""
+        mounts.cleanup_mounts(self.directory)
+
+    def purge(self) -> None:
+        """Unmount and remove the directory. Blocks. Idempotent."""
+        self.unmount()
+        if self.directory.exists():
+            # The rename makes the removal one step for whoever looks after a crash in between.
+            trash = self.directory.with_name(self.directory.name + ".gone")
+            self.directory.rename(trash)
+            shutil.rmtree(trash)
+
+    async def destroy(self) -> None:
+        """End everything and remove everything. Idempotent."""
+        await self.kill()
+        await asyncio.to_thread(self.purge)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that explains a group: an integrity fault first, for it may cause the others."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    flat = [_first(inner) for inner in error.exceptions]
+    for inner in flat:
+        if isinstance(inner, SojournError) and inner.code == "integrity_error":
+            return inner
+    for inner in flat:
+        if isinstance(inner, ResumeFailed):
+            return inner
+    return flat[0]
