@@ -111,7 +111,7 @@ def run(arguments: Sequence[str]) -> int:
         # The reader of our output left (`sojourn session ls | head`): say nothing, also at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the last place that can tell of it
         from sojourn.errors import SojournError
 
         if isinstance(error, SojournError):
