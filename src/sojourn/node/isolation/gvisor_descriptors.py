@@ -1,0 +1,70 @@
+"""What files a gVisor sandbox holds open on the host.
+
+Guarantee: every file of the root tree that a process inside has open shows here, because the
+sandbox's kernel holds a host descriptor for each. It may show more: the kernel keeps descriptors
+of files it saw lately. For what must be looked at again that is harmless; for what stands in the
+way of a checkpoint it does not happen, because an unlinked file nobody has open is let go at once.
+
+Both processes of the sandbox see the root tree at `/root` of their own file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_TREE = "/root/"
+_DELETED = " (deleted)"
+# Binds below the tree are not part of it.
+_BOUND = ("/root/run/sojourn/",)
+
+
+def _open_in_tree(pid: int) -> Iterator[tuple[Path, str]]:
+    """Descriptors of a process that lead into the root tree, with where they lead."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                target = os.fsdecode(entry.readlink())
+                if target.startswith(_TREE) and not target.startswith(_BOUND):
+                    yield entry, target
+
+
+def _path(target: str) -> str:
+    return "/" + target.removeprefix(_TREE).removesuffix(_DELETED)
+
+
+def unlinked(pids: Iterable[int]) -> list[str]:
+    """Absolute paths (inside) of files that are open though their name is gone."""
+    found: set[str] = set()
+    for pid in pids:
+        for entry, target in _open_in_tree(pid):
+            if not target.endswith(_DELETED):
+                continue
+            # A file may be named so; one that was unlinked has no name left.
+            with contextlib.suppress(FileNotFoundError):
+                if entry.stat().st_nlink == 0:
+                    found.add(_path(target))
+    return sorted(found)
+
+
+def writable(pids: Iterable[int]) -> list[str]:
+    """Root-relative paths of regular files that are open for writing."""
+    found: set[str] = set()
+    for pid in pids:
+        for entry, target in _open_in_tree(pid):
+            with contextlib.suppress(FileNotFoundError):
+                if _writes(pid, entry.name) and stat.S_ISREG(entry.stat().st_mode):
+                    found.add(_path(target).lstrip("/"))
+    return sorted(found)
+
+
+def _writes(pid: int, descriptor: str) -> bool:
+    for line in Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "flags":
+            flags = int(value, 8)
+            return not flags & os.O_PATH and flags & os.O_ACCMODE in (os.O_WRONLY, os.O_RDWR)
+    return False

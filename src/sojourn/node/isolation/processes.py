@@ -1,0 +1,193 @@
+"""Host processes of a sandbox: starting commands for it, finding them, and ending them for good.
+
+Guarantee: a command started here ends within its timeout, whatever it does, with its whole process
+group; a process is only ever signalled through a descriptor of it, so that a recycled process id
+never hits a stranger; a zombie counts as gone, because a host whose init does not reap would
+otherwise keep a dead sandbox alive for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+# Joins the cgroups before anything else runs, so that nothing of the sandbox is ever outside.
+# `$1` is the number of cgroup directories that follow; the command comes after them.
+_ENTER = """n=$1; shift
+while [ "$n" -gt 0 ]; do
+    echo $$ > "$1/cgroup.procs" || exit 125
+    shift; n=$((n - 1))
+done
+exec "$@"
+"""
+
+# All that a runtime command gets of the environment: nothing of the server's.
+ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """How a command ended. `status` is negative for a signal; `timed_out` when it was killed."""
+
+    status: int
+    timed_out: bool
+
+
+def run(
+    command: Sequence[str],
+    *,
+    cgroups: Sequence[Path] = (),
+    output: Path | None = None,
+    timeout: float,
+    cwd: Path | None = None,
+) -> Finished:
+    """Run a command in the cgroups, in a process group of its own, and wait for its end.
+
+    Its output goes to a file, never to a pipe: what stays running afterwards would hold a pipe
+    open, and the wait for its end would never return.
+    """
+    process = spawn(command, cgroups=cgroups, output=output, cwd=cwd)
+    try:
+        return Finished(process.wait(timeout), False)
+    except subprocess.TimeoutExpired:
+        return Finished(-signal.SIGKILL, True)
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    cgroups: Sequence[Path] = (),
+    output: Path | None = None,
+    cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a command in the cgroups, apart from the caller's terminal and environment."""
+    entered = ["/bin/sh", "-c", _ENTER, "sojourn", str(len(cgroups)), *map(str, cgroups), *command]
+    sink = os.open(output or "/dev/null", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+    try:
+        return subprocess.Popen(
+            entered,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            env=ENVIRONMENT,
+            cwd=cwd or "/",
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
+    finally:
+        os.close(sink)
+
+
+def state(pid: int) -> str | None:
+    """The state letter of /proc/<pid>/stat; None when there is no such process."""
+    fields = _stat(pid)
+    return fields[0] if fields else None
+
+
+def start_time(pid: int) -> int | None:
+    """The start of a process in clock ticks since boot: with the id it names a process for good."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def parent(pid: int) -> int | None:
+    """The parent's process id."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name stands in parentheses and may itself hold blanks and parentheses.
+    return text[text.rindex(")") + 2 :].split()
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    return state(pid) not in (None, "Z", "X", "x")
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments of a process; empty for a kernel thread or one that is gone."""
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [os.fsdecode(part) for part in raw.split(b"\0")[:-1]]
+
+
+def all_pids() -> Iterator[int]:
+    """Every process of this machine that can be seen."""
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                yield int(entry.name)
+
+
+def mentioning(words: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Live processes with one of the words as a whole argument (or after its `=`)."""
+    wanted = set(words)
+    for pid in all_pids():
+        arguments = command_line(pid)
+        for argument in arguments:
+            if argument in wanted or argument.partition("=")[2] in wanted:
+                if alive(pid):
+                    yield pid, arguments
+                break
+
+
+def kill(pid: int, number: int = signal.SIGKILL, *, started: int | None = None) -> None:
+    """Signal a process; with `started`, only the one that began then."""
+    try:
+        handle = os.pidfd_open(pid)
+    except (ProcessLookupError, OSError):
+        return
+    try:
+        if started is not None and start_time(pid) != started:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, number)
+    finally:
+        os.close(handle)
+
+
+def reap(pid: int) -> None:
+    """Take the exit status of a dead child of ours, so that it does not stay a zombie."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def end(find: Callable[[], Iterable[int]], deadline: float) -> list[int]:
+    """Kill what `find` names until it names nothing alive; returns what would not die in time.
+
+    `find` is asked again each time, because a process may have forked before it was hit.
+    """
+    pause = 0.0005
+    while True:
+        left = [pid for pid in find() if alive(pid)]
+        if not left:
+            return []
+        for pid in left:
+            kill(pid)
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(pause)
+        pause = min(pause * 2, 0.02)
+        for pid in left:
+            if state(pid) == "Z" and parent(pid) == os.getpid():
+                reap(pid)
