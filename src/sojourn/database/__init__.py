@@ -1,1 +1,58 @@
-"""TODO."""
+"""The metadata database: who owns consistency.
+
+Guarantee: callers see only `Database`, its records and its writes; which engine is behind them is
+decided by the URL, here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sojourn.database.base import Database
+from sojourn.database.records import (
+    Event,
+    Operation,
+    OperationState,
+    Pruned,
+    References,
+    Role,
+    SandboxRecord,
+    SandboxState,
+    SessionPage,
+    SnapshotRecord,
+    Tenant,
+    Token,
+)
+from sojourn.database.sqlite.database import SqliteDatabase
+from sojourn.errors import Unsupported
+
+__all__ = [
+    "Database",
+    "Event",
+    "Operation",
+    "OperationState",
+    "Pruned",
+    "References",
+    "Role",
+    "SandboxRecord",
+    "SandboxState",
+    "SessionPage",
+    "SnapshotRecord",
+    "Tenant",
+    "Token",
+    "open_database",
+]
+
+
+async def open_database(location: str | Path) -> Database:
+    """Open the database at a path or URL (`sqlite:///absolute/path`)."""
+    text = str(location)
+    if text.startswith("sqlite://"):
+        text = text.removeprefix("sqlite://")
+    elif "://" in text:
+        kind = text.split("://", 1)[0]
+        raise Unsupported(
+            f"databases of kind {kind} are not supported",
+            next_step="Give a path or sqlite:///path.",
+        )
+    return await SqliteDatabase.open(Path(text))

@@ -141,6 +141,7 @@ class Database(Protocol):
         verb: str,
         request: dict[str, Any],
         server: str,
+        id: str | None = None,
         key: str | None = None,
         exclusive: bool = True,
         supersede: bool = False,
@@ -153,7 +154,7 @@ class Database(Protocol):
         operation is answered and nothing changes, also when many try at once; for another request
         IdempotencyMismatch is raised. `creates` leaves the session's id out of that comparison
         (the caller makes a new id for each try). `also` is applied in the same transaction, only
-        when new, before the operation is inserted.
+        when new, before the operation is inserted; give `id` when it must name the operation.
         An `exclusive` operation is the session's only unfinished one: else SessionBusy is raised,
         with details `operation` and `verb`; with `supersede` the unfinished one is instead failed
         with Interrupted in the same transaction (delete must work from every state).

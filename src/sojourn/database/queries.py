@@ -1,0 +1,43 @@
+"""Named queries, read once from the .sql files that ship with the package.
+
+Guarantee: every query the code uses is in a file under its name, and a missing or doubled name
+fails at import, not in the middle of an operation. Each begins with `-- name: some_name`;
+`{session}` stands for all columns of the record and `{:session}` for their parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+
+from sojourn.database.rows import PLACEHOLDERS
+
+_NAME = re.compile(r"^-- name: (\w+)\s*$", re.MULTILINE)
+
+
+class Queries:
+    """The queries of one dialect: `queries["get_session"]`."""
+
+    def __init__(self, package: str) -> None:
+        self._texts: dict[str, str] = {}
+        folder = resources.files(package).joinpath("queries")
+        for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
+            if file.name.endswith(".sql"):
+                self._add(file.name, file.read_text(encoding="utf-8"))
+
+    def _add(self, file: str, text: str) -> None:
+        parts = _NAME.split(text)
+        for name, body in zip(parts[1::2], parts[2::2], strict=True):
+            if name in self._texts:
+                raise ValueError(f"query {name} is defined twice, again in {file}")
+            for key, rows in PLACEHOLDERS.items():
+                body = body.replace(f"{{{key}}}", rows.columns)
+                body = body.replace(f"{{:{key}}}", rows.parameters)
+            self._texts[name] = body.strip().rstrip(";")
+
+    def __getitem__(self, name: str) -> str:
+        return self._texts[name]
+
+    def names(self) -> set[str]:
+        """All names there are."""
+        return set(self._texts)

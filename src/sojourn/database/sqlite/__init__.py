@@ -1,0 +1,1 @@
+"""The SQLite connector: one file, one writer thread, separate readers."""

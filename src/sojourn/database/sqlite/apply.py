@@ -1,0 +1,326 @@
+"""Each kind of write, performed on a connection inside an open transaction.
+
+Guarantee: a function here either does all of its write or raises and leaves the rest to the
+rollback of its caller; nothing here commits. Violations that callers can cause are looked for
+and raised as typed errors before a constraint of the schema would have to stop them.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sojourn.database import writes
+from sojourn.database.queries import Queries
+from sojourn.database.records import Operation, OperationState, SnapshotRecord
+from sojourn.database.rows import OPERATIONS, SANDBOXES, SESSIONS, SNAPSHOTS, encode_json
+from sojourn.errors import (
+    Conflict,
+    InvalidRequest,
+    NameTaken,
+    NotFound,
+    OperationNotFound,
+    SessionNotFound,
+    SnapshotNotFound,
+    StaleEpoch,
+    WrongState,
+)
+from sojourn.model.sessions import Session, SessionState
+
+QUERIES = Queries("sojourn.database.sqlite")
+
+_FIXED = {"id", "tenant", "created_at", "updated_at"}
+_SNAPSHOT_CHANGES = {
+    "label",
+    "hidden",
+    "kind",
+    "turn",
+    "thinned",
+    "has_memory",
+    "memory_bytes",
+    "image",
+    "fingerprint",
+}
+
+
+def run(
+    connection: sqlite3.Connection, query: str, parameters: dict[str, Any] | None = None
+) -> list[Any]:
+    """Run a named query and fetch all it gives, so that no read stays open."""
+    return connection.execute(QUERIES[query], parameters or {}).fetchall()
+
+
+def apply(connection: sqlite3.Connection, items: Sequence[writes.Write]) -> list[Any]:
+    """Perform all in order, then check what they refer to. One result per write."""
+    results = [_PERFORM[type(item)](connection, item) for item in items]
+    for item in items:
+        _check_references(connection, item)
+    return results
+
+
+def _check_references(connection: sqlite3.Connection, item: writes.Write) -> None:
+    snapshot: str | None = None
+    if isinstance(item, writes.InsertSession):
+        snapshot = item.session.head
+    elif isinstance(item, writes.UpdateSession):
+        snapshot = item.changes.get("head")
+    elif isinstance(item, writes.InsertSnapshot):
+        snapshot = item.snapshot.parent
+        if not run(connection, "session_row", {"id": item.snapshot.session}):
+            raise SessionNotFound(f"session {item.snapshot.session} does not exist")
+    if snapshot is not None and not run(connection, "snapshot_row", {"id": snapshot}):
+        raise SnapshotNotFound(f"snapshot {snapshot} does not exist", snapshot=snapshot)
+
+
+# -- sessions -------------------------------------------------------------------------------
+
+
+def _name_taken(name: str | None) -> NameTaken:
+    return NameTaken(f"another session is named {name!r}", name=name)
+
+
+def _is_name_index(error: sqlite3.IntegrityError) -> bool:
+    return "sessions.name" in str(error)
+
+
+def insert_session(connection: sqlite3.Connection, item: writes.InsertSession) -> Session:
+    try:
+        run(connection, "insert_session", SESSIONS.write(item.session))
+    except sqlite3.IntegrityError as error:
+        if _is_name_index(error):
+            raise _name_taken(item.session.name) from error
+        if "sessions.id" in str(error):
+            raise Conflict(f"session {item.session.id} exists already") from error
+        raise
+    return item.session
+
+
+def update_session(connection: sqlite3.Connection, item: writes.UpdateSession) -> Session:
+    wrong = item.changes.keys() & _FIXED | item.changes.keys() - set(SESSIONS.fields)
+    if wrong:
+        raise InvalidRequest(f"a session's {', '.join(sorted(wrong))} cannot be changed")
+    if item.changes.get("epoch", item.expect_epoch) < item.expect_epoch:
+        raise InvalidRequest("the epoch of a session never shrinks")
+    changes = {**item.changes, "updated_at": time.time()}
+    statement = QUERIES["update_session"].replace("{assignments}", SESSIONS.assignments(changes))
+    parameters = SESSIONS.changes(changes)
+    parameters["where_id"] = item.id
+    parameters["expect_epoch"] = item.expect_epoch
+    parameters["expect_state"] = encode_json([str(state) for state in item.expect_state])
+    try:
+        rows = connection.execute(statement, parameters).fetchall()
+    except sqlite3.IntegrityError as error:
+        if _is_name_index(error):
+            raise _name_taken(item.changes.get("name")) from error
+        raise
+    if rows:
+        return SESSIONS.read(rows[0])
+    raise _swap_refused(connection, item)
+
+
+def _swap_refused(
+    connection: sqlite3.Connection, item: writes.UpdateSession
+) -> SessionNotFound | StaleEpoch | WrongState:
+    """Why the compare-and-swap found nothing; read in the same transaction, so it is true."""
+    rows = run(connection, "session_row", {"id": item.id})
+    found = SESSIONS.read(rows[0]) if rows else None
+    if found is None or found.state is SessionState.DELETED:
+        return SessionNotFound(f"session {item.id} does not exist", session=item.id)
+    if found.epoch != item.expect_epoch:
+        return StaleEpoch(
+            f"session {item.id} is at epoch {found.epoch}, the writer at {item.expect_epoch}",
+            session=item.id,
+            epoch=found.epoch,
+            expected=item.expect_epoch,
+        )
+    expected = sorted(str(state) for state in item.expect_state)
+    return WrongState(
+        f"session {item.id} is {found.state}, not {' or '.join(expected)}",
+        next_step="Fetch the session again and decide by its state.",
+        session=item.id,
+        state=str(found.state),
+        expected=expected,
+    )
+
+
+# -- snapshots ------------------------------------------------------------------------------
+
+
+def insert_snapshot(connection: sqlite3.Connection, item: writes.InsertSnapshot) -> None:
+    try:
+        run(connection, "insert_snapshot", SNAPSHOTS.write(item.snapshot))
+    except sqlite3.IntegrityError as error:
+        if "snapshots.id" in str(error):
+            raise Conflict(f"snapshot {item.snapshot.id} exists already") from error
+        raise
+
+
+def update_snapshot(connection: sqlite3.Connection, item: writes.UpdateSnapshot) -> SnapshotRecord:
+    wrong = item.changes.keys() - _SNAPSHOT_CHANGES
+    if wrong or not item.changes:
+        raise InvalidRequest(f"a snapshot's {', '.join(sorted(wrong)) or 'nothing'} cannot change")
+    statement = QUERIES["update_snapshot"].replace(
+        "{assignments}", SNAPSHOTS.assignments(item.changes)
+    )
+    parameters = SNAPSHOTS.changes(item.changes)
+    rows = connection.execute(statement, {**parameters, "where_id": item.id}).fetchall()
+    if not rows:
+        raise SnapshotNotFound(f"snapshot {item.id} does not exist", snapshot=item.id)
+    return SNAPSHOTS.read(rows[0])
+
+
+def delete_snapshot(connection: sqlite3.Connection, item: writes.DeleteSnapshot) -> bool:
+    users = run(connection, "snapshot_users", {"id": item.id})
+    if users:
+        kind, user = users[0]
+        raise Conflict(
+            f"snapshot {item.id} is needed by {kind} {user}",
+            next_step="Hide it; it is removed when nothing needs it any more.",
+            snapshot=item.id,
+            **{f"needed_by_{kind}": user},
+        )
+    return connection.execute(QUERIES["delete_snapshot"], {"id": item.id}).rowcount > 0
+
+
+# -- operations -----------------------------------------------------------------------------
+
+
+def _not_unfinished(connection: sqlite3.Connection, operation: str) -> Conflict | OperationNotFound:
+    rows = run(connection, "operation_row", {"id": operation})
+    if not rows:
+        return OperationNotFound(f"operation {operation} does not exist", operation=operation)
+    found = OPERATIONS.read(rows[0])
+    return Conflict(
+        f"operation {operation} is already {found.state}",
+        next_step="Stop: another operation has taken over, or this one is done.",
+        operation=operation,
+        state=str(found.state),
+    )
+
+
+def set_step(connection: sqlite3.Connection, item: writes.SetStep) -> Operation:
+    rows = run(connection, "operation_row", {"id": item.operation})
+    if not rows:
+        raise _not_unfinished(connection, item.operation)
+    data = {**OPERATIONS.read(rows[0]).data, **item.data}
+    changed = run(
+        connection,
+        "set_step",
+        {
+            "id": item.operation,
+            "step": item.step,
+            "data": encode_json(data),
+            "now": time.time(),
+        },
+    )
+    if not changed:
+        raise _not_unfinished(connection, item.operation)
+    return OPERATIONS.read(changed[0])
+
+
+def finish_operation(connection: sqlite3.Connection, item: writes.FinishOperation) -> Operation:
+    state = OperationState.SUCCEEDED if item.error is None else OperationState.FAILED
+    parameters = OPERATIONS.changes({"state": state, "result": item.result, "error": item.error})
+    changed = run(
+        connection,
+        "finish_operation",
+        {"id": item.operation, "now": time.time(), **parameters},
+    )
+    if not changed:
+        raise _not_unfinished(connection, item.operation)
+    return OPERATIONS.read(changed[0])
+
+
+# -- events ---------------------------------------------------------------------------------
+
+
+def append_event(connection: sqlite3.Connection, item: writes.AppendEvent) -> int:
+    rows = run(
+        connection,
+        "append_event",
+        {
+            "session": item.session,
+            "at": time.time() if item.at is None else item.at,
+            "actor": item.actor,
+            "kind": item.kind,
+            "result": item.result,
+            "details": encode_json(item.details),
+            "before": item.before,
+            "after": item.after,
+            "operation": item.operation,
+        },
+    )
+    if not rows:
+        raise SessionNotFound(f"session {item.session} does not exist", session=item.session)
+    return int(rows[0][0])
+
+
+def link_event(connection: sqlite3.Connection, item: writes.LinkEvent) -> None:
+    rows = run(
+        connection,
+        "link_event",
+        {
+            "session": item.session,
+            "sequence": item.sequence,
+            "before": item.before,
+            "after": item.after,
+        },
+    )
+    if not rows:
+        raise NotFound(f"session {item.session} has no event {item.sequence}")
+
+
+# -- sandboxes ------------------------------------------------------------------------------
+
+
+def put_sandbox(connection: sqlite3.Connection, item: writes.PutSandbox) -> None:
+    sandbox = item.sandbox
+    rows = run(connection, "session_epoch", {"session": sandbox.session})
+    if not rows:
+        raise SessionNotFound(f"session {sandbox.session} does not exist", session=sandbox.session)
+    if rows[0][0] != sandbox.epoch:
+        raise StaleEpoch(
+            f"session {sandbox.session} is at epoch {rows[0][0]}, the sandbox at {sandbox.epoch}",
+            session=sandbox.session,
+            epoch=rows[0][0],
+            expected=sandbox.epoch,
+        )
+    try:
+        cursor = connection.execute(QUERIES["put_sandbox"], SANDBOXES.write(sandbox))
+    except sqlite3.IntegrityError as error:
+        if "sandboxes.session" in str(error):
+            raise Conflict(
+                f"session {sandbox.session} has another sandbox", session=sandbox.session
+            ) from error
+        raise
+    if cursor.rowcount == 0:
+        raise Conflict(f"sandbox {sandbox.id} belongs to another session", sandbox=sandbox.id)
+
+
+def set_sandbox_state(connection: sqlite3.Connection, item: writes.SetSandboxState) -> bool:
+    try:
+        return bool(run(connection, "set_sandbox_state", {"id": item.id, "state": str(item.state)}))
+    except sqlite3.IntegrityError as error:
+        raise Conflict("the session has another sandbox", sandbox=item.id) from error
+
+
+def delete_sandbox(connection: sqlite3.Connection, item: writes.DeleteSandbox) -> bool:
+    return bool(run(connection, "delete_sandbox", {"id": item.id}))
+
+
+_PERFORM: dict[type, Callable[[sqlite3.Connection, Any], Any]] = {
+    writes.InsertSession: insert_session,
+    writes.UpdateSession: update_session,
+    writes.InsertSnapshot: insert_snapshot,
+    writes.UpdateSnapshot: update_snapshot,
+    writes.DeleteSnapshot: delete_snapshot,
+    writes.SetStep: set_step,
+    writes.FinishOperation: finish_operation,
+    writes.AppendEvent: append_event,
+    writes.LinkEvent: link_event,
+    writes.PutSandbox: put_sandbox,
+    writes.SetSandboxState: set_sandbox_state,
+    writes.DeleteSandbox: delete_sandbox,
+}

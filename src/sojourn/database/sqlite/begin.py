@@ -1,0 +1,139 @@
+"""Beginning an operation: the same request with the same key happens once.
+
+Guarantee: everything here runs in one transaction of the single writer, so of many callers with
+one key exactly one gets a new operation, and of many callers that want a session for themselves
+exactly one gets it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import time
+from typing import Any
+
+import msgspec
+
+from sojourn.database.base import KEY_LIFETIME
+from sojourn.database.records import Operation, OperationState
+from sojourn.database.rows import OPERATIONS, encode_json
+from sojourn.database.sqlite.apply import apply, run
+from sojourn.database.writes import FinishOperation, Write
+from sojourn.errors import (
+    IdempotencyMismatch,
+    Interrupted,
+    SessionBusy,
+    SessionNotFound,
+    to_body,
+)
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """What is asked for; the fields are those of `Database.begin`."""
+
+    id: str
+    tenant: str
+    session: str
+    verb: str
+    request: dict[str, Any]
+    server: str
+    key: str | None
+    exclusive: bool
+    supersede: bool
+    creates: bool
+    also: tuple[Write, ...]
+
+    def digest(self) -> str:
+        """What makes two requests the same. A creating one brings a new session id each time."""
+        subject = None if self.creates else self.session
+        return hashlib.sha256(encode_json([self.verb, subject, self.request]).encode()).hexdigest()
+
+
+def begin(connection: sqlite3.Connection, asked: Beginning) -> tuple[Operation, bool]:
+    """The operation and whether it is new; see `Database.begin`."""
+    now = time.time()
+    digest = asked.digest()
+    if asked.key is not None:
+        known = _known(connection, asked.tenant, asked.key, digest, now)
+        if known is not None:
+            return known, False
+    if asked.exclusive:
+        _take_session(connection, asked)
+    apply(connection, asked.also)
+    if not run(connection, "session_row", {"id": asked.session}):
+        raise SessionNotFound(f"session {asked.session} does not exist", session=asked.session)
+    operation = Operation(
+        id=asked.id,
+        session=asked.session,
+        tenant=asked.tenant,
+        verb=asked.verb,
+        key=asked.key,
+        digest=digest,
+        request=asked.request,
+        exclusive=asked.exclusive,
+        state=OperationState.PENDING,
+        step=None,
+        step_number=0,
+        data={},
+        result=None,
+        error=None,
+        server=asked.server,
+        created_at=now,
+        updated_at=now,
+        finished_at=None,
+    )
+    run(connection, "insert_operation", OPERATIONS.write(operation))
+    if asked.key is not None:
+        run(
+            connection,
+            "insert_key",
+            {
+                "tenant": asked.tenant,
+                "key": asked.key,
+                "digest": digest,
+                "operation": operation.id,
+                "expires_at": now + KEY_LIFETIME,
+            },
+        )
+    return operation, True
+
+
+def _known(
+    connection: sqlite3.Connection, tenant: str, key: str, digest: str, now: float
+) -> Operation | None:
+    rows = run(connection, "find_key", {"tenant": tenant, "key": key})
+    if not rows:
+        return None
+    stored, id, expires_at = rows[0]
+    operation = OPERATIONS.read(run(connection, "operation_row", {"id": id})[0])
+    if expires_at <= now and operation.finished:
+        run(connection, "delete_key", {"tenant": tenant, "key": key})
+        return None
+    if stored != digest:
+        raise IdempotencyMismatch(
+            f"the idempotency key was used for another request ({operation.verb})",
+            operation=operation.id,
+            verb=operation.verb,
+        )
+    return operation
+
+
+def _take_session(connection: sqlite3.Connection, asked: Beginning) -> None:
+    rows = run(connection, "exclusive_operation", {"session": asked.session})
+    if not rows:
+        return
+    holder = OPERATIONS.read(rows[0])
+    if not asked.supersede:
+        raise SessionBusy(
+            f"session {asked.session} is held by {holder.verb} ({holder.id})",
+            session=asked.session,
+            operation=holder.id,
+            verb=holder.verb,
+        )
+    error = Interrupted(
+        f"{holder.verb} was superseded by {asked.verb}",
+        next_step="Read the session's state and decide again.",
+        operation=holder.id,
+        superseded_by=asked.id,
+    )
+    apply(connection, [FinishOperation(holder.id, error=to_body(error))])

@@ -1,0 +1,584 @@
+"""The database in one SQLite file.
+
+Guarantee: what `sojourn.database.base` promises. WAL with full sync; all writes go through one
+thread, in order; reads never wait for it. Several processes may have the file open: SQLite's lock
+and the compare-and-swap keep them apart, though only one server is meant to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import errno
+import hashlib
+import hmac
+import random
+import secrets
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sojourn.database import writes
+from sojourn.database.deadlines import Deadlines
+from sojourn.database.notices import Notices
+from sojourn.database.records import (
+    Event,
+    Operation,
+    Pruned,
+    References,
+    Role,
+    SandboxRecord,
+    SandboxState,
+    SessionPage,
+    SnapshotRecord,
+    Tenant,
+    Token,
+)
+from sojourn.database.rows import (
+    EVENTS,
+    OPERATIONS,
+    SANDBOXES,
+    SESSIONS,
+    SNAPSHOTS,
+    TENANTS,
+    TOKENS,
+    encode_json,
+)
+from sojourn.database.sqlite.apply import QUERIES, apply, run
+from sojourn.database.sqlite.begin import Beginning, begin
+from sojourn.database.sqlite.failures import closed, translate
+from sojourn.database.sqlite.reader import Reader
+from sojourn.database.sqlite.writer import Writer
+from sojourn.errors import (
+    ErrorBody,
+    HostUnfit,
+    InvalidRequest,
+    NameTaken,
+    NotFound,
+    OperationNotFound,
+    SessionNotFound,
+    SnapshotNotFound,
+    StorageFull,
+    Unauthenticated,
+)
+from sojourn.model.ids import new_id
+from sojourn.model.sessions import Session, SessionState
+
+_LIVE = tuple(state for state in SessionState if state is not SessionState.DELETED)
+_POLL = 5.0  # seconds; only another process's events come without a notice
+_PAGE = 1000
+
+
+class SqliteDatabase:
+    """See `sojourn.database.base.Database`."""
+
+    def __init__(self, path: Path, loop: asyncio.AbstractEventLoop, writer: Writer) -> None:
+        self.path = path
+        self._loop = loop
+        self._writer = writer
+        self._reader = Reader(path)
+        self._notices = Notices()
+        self._deadlines = Deadlines(loop, self._write_deadlines)
+        self._closed = False
+
+    @classmethod
+    async def open(cls, path: Path) -> SqliteDatabase:
+        """Open the file, creating or migrating it. Raises HostUnfit (newer, not writable),
+        IntegrityError (damaged), StorageFull, Unreachable (locked)."""
+        loop = asyncio.get_running_loop()
+        try:
+            writer = await asyncio.to_thread(Writer, path, loop)
+        except sqlite3.Error as error:
+            raise translate(error, path) from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFull(f"no room for the database {path}: {error}") from error
+            raise HostUnfit(
+                f"the database {path} cannot be opened: {error}",
+                next_step=f"Give the server's user the right to write {path.parent}.",
+            ) from error
+        try:
+            return cls(path, loop, writer)
+        except BaseException as error:
+            await writer.close()
+            if isinstance(error, sqlite3.Error):
+                raise translate(error, path) from error
+            raise
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        try:
+            await self._deadlines.close()
+        finally:
+            self._closed = True
+            self._notices.publish_all()
+            await self._reader.close()
+            await self._writer.close()
+
+    async def check(self) -> list[str]:
+        def work(connection: sqlite3.Connection) -> list[str]:
+            found = [row[0] for row in connection.execute("PRAGMA integrity_check")]
+            found = [] if found == ["ok"] else found
+            for table, row, parent, _ in connection.execute("PRAGMA foreign_key_check"):
+                found.append(f"row {row} of {table} refers to a missing row of {parent}")
+            return found
+
+        return await self._reader.call(work)
+
+    async def backup(self, target: Path) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            if target.exists():
+                raise InvalidRequest(f"{target} exists already")
+            copy = sqlite3.connect(target)
+            try:
+                connection.backup(copy)
+            except sqlite3.Error:
+                target.unlink(missing_ok=True)
+                raise
+            finally:
+                copy.close()
+            target.chmod(0o600)
+
+        await self._reader.call(work)
+
+    # -- changes ----------------------------------------------------------------------------
+    async def commit(self, items: Sequence[writes.Write], *, durable: bool = True) -> list[Any]:
+        result: list[Any] = await self._submit(tuple(items), durable)
+        return result
+
+    def _submit(self, items: tuple[writes.Write, ...], durable: bool) -> asyncio.Future[Any]:
+        self._forget_deadlines(items)
+        grown = _sessions_with_events(items)
+        return self._writer.submit(
+            lambda connection: apply(connection, items),
+            durable=durable,
+            then=(lambda _: self._notices.publish(grown)) if grown else None,
+        )
+
+    def _forget_deadlines(self, items: Sequence[writes.Write]) -> None:
+        for item in items:
+            if isinstance(item, writes.UpdateSession) and "idle_deadline" in item.changes:
+                self._deadlines.forget(item.id)
+
+    async def _one(self, item: writes.Write, *, durable: bool = True) -> Any:
+        return (await self.commit([item], durable=durable))[0]
+
+    # -- sessions ---------------------------------------------------------------------------
+    async def insert_session(self, session: Session) -> Session:
+        stored: Session = await self._one(writes.InsertSession(session))
+        return stored
+
+    async def get_session(self, tenant: str | None, id_or_name: str) -> Session:
+        parameters = {"tenant": tenant, "key": id_or_name}
+        rows = self._reader.lookup("find_session", parameters)
+        if not rows and tenant is not None:
+            rows = self._reader.lookup("find_session_by_name", parameters)
+        elif not rows:
+            rows = self._reader.lookup("find_sessions_by_name_of_any_tenant", {"key": id_or_name})
+        if not rows:
+            raise SessionNotFound(f"session {id_or_name!r} does not exist", session=id_or_name)
+        if len(rows) > 1:
+            raise SessionNotFound(
+                f"several tenants have a session named {id_or_name!r}",
+                next_step="Give the session's id.",
+                session=id_or_name,
+            )
+        return self._deadlines.seen(SESSIONS.read(rows[0]))
+
+    async def list_sessions(
+        self,
+        tenant: str | None,
+        *,
+        states: Collection[SessionState] | None = None,
+        labels: Mapping[str, str] | None = None,
+        parent: str | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> SessionPage:
+        if limit < 1:
+            raise InvalidRequest("limit must be at least 1")
+        after_time, after_id = (None, None) if after is None else _read_cursor(after)
+        rows = await self._reader.select(
+            "list_sessions",
+            {
+                "tenant": tenant,
+                "states": encode_json([str(state) for state in states or _LIVE]),
+                "labels": encode_json(dict(labels or {})),
+                "parent": parent,
+                "after_time": after_time,
+                "after_id": after_id,
+                "limit": limit + 1,
+            },
+        )
+        found = [self._deadlines.seen(SESSIONS.read(row)) for row in rows[:limit]]
+        return SessionPage(found, _cursor(found[-1]) if len(rows) > limit else None)
+
+    async def update_session(
+        self,
+        id: str,
+        *,
+        expect_state: Collection[SessionState],
+        expect_epoch: int,
+        **changes: Any,
+    ) -> Session:
+        updated: Session = await self._one(
+            writes.UpdateSession(id, expect_state, expect_epoch, changes)
+        )
+        return updated
+
+    async def count_sessions(self, tenant: str | None = None) -> dict[SessionState, int]:
+        rows = await self._reader.select("count_sessions", {"tenant": tenant})
+        return dict.fromkeys(SessionState, 0) | {SessionState(state): n for state, n in rows}
+
+    # -- deadlines --------------------------------------------------------------------------
+    def touch_idle(self, session: str, deadline: float) -> None:
+        if self._closed:
+            raise closed(self.path)
+        self._deadlines.touch(session, deadline)
+
+    async def _write_deadlines(self, moves: Mapping[str, float]) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            connection.executemany(
+                QUERIES["touch_idle"],
+                [{"id": id, "deadline": deadline} for id, deadline in moves.items()],
+            )
+
+        await self._writer.submit(work, durable=False)
+
+    async def due_sessions(self, now: float, *, limit: int = 100) -> list[Session]:
+        await self._deadlines.flush()
+        rows = await self._reader.select("due_sessions", {"now": now, "limit": limit})
+        found = [self._deadlines.seen(SESSIONS.read(row)) for row in rows]
+        # A session touched while this was read is not idle any more.
+        return [session for session in found if _is_due(session, now)]
+
+    async def next_deadline(self) -> float | None:
+        await self._deadlines.flush()
+        value: float | None = (await self._reader.select("next_deadline", {}))[0][0]
+        return value
+
+    # -- snapshots --------------------------------------------------------------------------
+    async def insert_snapshot(self, snapshot: SnapshotRecord) -> None:
+        await self._one(writes.InsertSnapshot(snapshot))
+
+    async def get_snapshot(
+        self, tenant: str | None, id: str, *, hidden: bool = False
+    ) -> SnapshotRecord:
+        parameters = {"tenant": tenant, "id": id, "hidden": hidden}
+        rows = self._reader.lookup("find_snapshot", parameters)
+        if not rows:
+            raise SnapshotNotFound(f"snapshot {id} does not exist", snapshot=id)
+        return SNAPSHOTS.read(rows[0])
+
+    async def list_snapshots(self, session: str, *, hidden: bool = False) -> list[SnapshotRecord]:
+        parameters = {"session": session, "hidden": hidden}
+        rows = await self._reader.select("list_snapshots", parameters)
+        return _parents_first([SNAPSHOTS.read(row) for row in rows])
+
+    async def children(self, snapshot: str) -> list[SnapshotRecord]:
+        rows = await self._reader.select("children", {"id": snapshot})
+        return [SNAPSHOTS.read(row) for row in rows]
+
+    async def update_snapshot(self, id: str, **changes: Any) -> SnapshotRecord:
+        updated: SnapshotRecord = await self._one(writes.UpdateSnapshot(id, changes))
+        return updated
+
+    async def delete_snapshot(self, id: str) -> bool:
+        return bool(await self._one(writes.DeleteSnapshot(id)))
+
+    async def removable_snapshots(self) -> list[SnapshotRecord]:
+        rows = await self._reader.select("removable_snapshots", {})
+        return [SNAPSHOTS.read(row) for row in rows]
+
+    async def references(self) -> References:
+        def work(connection: sqlite3.Connection) -> References:
+            # One transaction, so that both lists are of one instant.
+            connection.execute("BEGIN")
+            try:
+                layers = {row[0] for row in run(connection, "layer_references")}
+                return References(layers, {row[0] for row in run(connection, "image_references")})
+            finally:
+                connection.execute("COMMIT")
+
+        return await self._reader.call(work)
+
+    # -- operations -------------------------------------------------------------------------
+    async def begin(
+        self,
+        *,
+        tenant: str,
+        session: str,
+        verb: str,
+        request: dict[str, Any],
+        server: str,
+        id: str | None = None,
+        key: str | None = None,
+        exclusive: bool = True,
+        supersede: bool = False,
+        creates: bool = False,
+        also: Sequence[writes.Write] = (),
+    ) -> tuple[Operation, bool]:
+        items = tuple(also)
+        asked = Beginning(
+            id=id or new_id("opr"),
+            tenant=tenant,
+            session=session,
+            verb=verb,
+            request=request,
+            server=server,
+            key=key,
+            exclusive=exclusive,
+            supersede=supersede,
+            creates=creates,
+            also=items,
+        )
+        grown = _sessions_with_events(items)
+
+        def begun(result: tuple[Operation, bool]) -> None:
+            if result[1]:
+                self._forget_deadlines(items)
+                self._notices.publish(grown)
+
+        answer: tuple[Operation, bool] = await self._writer.submit(
+            lambda connection: begin(connection, asked), durable=True, then=begun
+        )
+        return answer
+
+    async def set_step(
+        self, operation: str, step: str, data: dict[str, Any] | None = None
+    ) -> Operation:
+        stored: Operation = await self._one(writes.SetStep(operation, step, data or {}))
+        return stored
+
+    async def finish(
+        self, operation: str, result: Any = None, *, error: ErrorBody | None = None
+    ) -> Operation:
+        stored: Operation = await self._one(writes.FinishOperation(operation, result, error))
+        return stored
+
+    async def get_operation(self, tenant: str | None, id: str) -> Operation:
+        rows = self._reader.lookup("find_operation", {"tenant": tenant, "id": id})
+        if not rows:
+            raise OperationNotFound(f"operation {id} does not exist", operation=id)
+        return OPERATIONS.read(rows[0])
+
+    async def unfinished_operations(
+        self, *, session: str | None = None, server: str | None = None
+    ) -> list[Operation]:
+        parameters = {"session": session, "server": server}
+        rows = await self._reader.select("unfinished_operations", parameters)
+        return [OPERATIONS.read(row) for row in rows]
+
+    async def list_operations(self, session: str, *, limit: int = 100) -> list[Operation]:
+        parameters = {"session": session, "limit": limit}
+        rows = await self._reader.select("list_operations", parameters)
+        return [OPERATIONS.read(row) for row in rows]
+
+    # -- events -----------------------------------------------------------------------------
+    def append_event(
+        self, event: writes.AppendEvent, *, durable: bool = False
+    ) -> asyncio.Future[int]:
+        grown = (event.session,)
+        return self._writer.submit(
+            lambda connection: apply(connection, (event,))[0],
+            durable=durable,
+            then=lambda _: self._notices.publish(grown),
+        )
+
+    async def list_events(
+        self, session: str, *, after: int = 0, limit: int = _PAGE, kinds: Collection[str] = ()
+    ) -> list[Event]:
+        parameters = {
+            "session": session,
+            "after": after,
+            "kinds": encode_json(sorted(kinds)) if kinds else None,
+            "limit": limit,
+        }
+        rows = await self._reader.select("list_events", parameters)
+        return [EVENTS.read(row) for row in rows]
+
+    async def follow_events(self, session: str, *, after: int = 0) -> AsyncIterator[Event]:
+        with self._notices.subscribe(session) as grown:
+            while True:
+                grown.clear()
+                events = await self.list_events(session, after=after)
+                for event in events:
+                    yield event
+                    after = event.sequence
+                if len(events) < _PAGE:
+                    try:
+                        async with asyncio.timeout(_POLL * random.uniform(0.8, 1.2)):
+                            await grown.wait()
+                    except TimeoutError:
+                        continue
+
+    # -- sandboxes --------------------------------------------------------------------------
+    async def put_sandbox(self, sandbox: SandboxRecord) -> None:
+        await self._one(writes.PutSandbox(sandbox))
+
+    async def set_sandbox_state(self, id: str, state: SandboxState) -> bool:
+        return bool(await self._one(writes.SetSandboxState(id, state)))
+
+    async def get_sandbox(self, id: str) -> SandboxRecord | None:
+        rows = self._reader.lookup("get_sandbox", {"id": id})
+        return SANDBOXES.read(rows[0]) if rows else None
+
+    async def list_sandboxes(
+        self, *, node: str | None = None, session: str | None = None
+    ) -> list[SandboxRecord]:
+        rows = await self._reader.select("list_sandboxes", {"node": node, "session": session})
+        return [SANDBOXES.read(row) for row in rows]
+
+    async def delete_sandbox(self, id: str) -> bool:
+        return bool(await self._one(writes.DeleteSandbox(id)))
+
+    # -- tenants and tokens -----------------------------------------------------------------
+    async def create_tenant(self, name: str) -> Tenant:
+        tenant = Tenant(new_id("ten"), name, time.time())
+
+        def work(connection: sqlite3.Connection) -> None:
+            try:
+                run(connection, "insert_tenant", TENANTS.write(tenant))
+            except sqlite3.IntegrityError as error:
+                raise NameTaken(f"another tenant is named {name!r}", name=name) from error
+
+        await self._writer.submit(work, durable=True)
+        return tenant
+
+    async def get_tenant(self, id_or_name: str) -> Tenant:
+        rows = self._reader.lookup("find_tenant", {"key": id_or_name})
+        if not rows:
+            raise NotFound(f"tenant {id_or_name!r} does not exist")
+        return TENANTS.read(rows[0])
+
+    async def list_tenants(self) -> list[Tenant]:
+        return [TENANTS.read(row) for row in await self._reader.select("list_tenants", {})]
+
+    async def create_token(
+        self, tenant: str, role: Role, *, label: str | None = None, secret: str | None = None
+    ) -> tuple[Token, str]:
+        if secret is None:
+            secret = f"sjn_{secrets.token_urlsafe(32)}"
+        if len(secret) < 32:
+            raise InvalidRequest("a token has at least 32 characters")
+        token = Token(new_id("tok"), tenant, role, label, time.time())
+        parameters = {**TOKENS.write(token), "hash": _hash(secret)}
+
+        def work(connection: sqlite3.Connection) -> None:
+            if not run(connection, "find_tenant", {"key": tenant}):
+                raise NotFound(f"tenant {tenant!r} does not exist")
+            run(connection, "insert_token", parameters)
+
+        await self._writer.submit(work, durable=True)
+        return token, secret
+
+    async def verify_token(self, secret: str) -> Token:
+        digest = _hash(secret)
+        rows = self._reader.lookup("token_by_hash", {"hash": digest})
+        if rows:
+            token = TOKENS.read(rows[0])
+            # The index compares hashes of what was sent, which tells nothing of the secret; this
+            # second comparison keeps it so whatever the index does.
+            stored = self._reader.lookup("stored_hash", {"id": token.id})
+            if stored and hmac.compare_digest(stored[0][0], digest) and token.revoked_at is None:
+                return token
+        raise Unauthenticated("the token is unknown or revoked")
+
+    async def revoke_token(self, id: str) -> bool:
+        def work(connection: sqlite3.Connection) -> bool:
+            return bool(run(connection, "revoke_token", {"id": id, "now": time.time()}))
+
+        return bool(await self._writer.submit(work, durable=True))
+
+    async def list_tokens(self, tenant: str | None = None) -> list[Token]:
+        rows = await self._reader.select("list_tokens", {"tenant": tenant})
+        return [TOKENS.read(row) for row in rows]
+
+    # -- settings and retention -------------------------------------------------------------
+    async def get_setting(self, key: str) -> str | None:
+        rows = self._reader.lookup("get_setting", {"key": key})
+        return rows[0][0] if rows else None
+
+    async def set_setting(self, key: str, value: str) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            run(connection, "set_setting", {"key": key, "value": value})
+
+        await self._writer.submit(work, durable=True)
+
+    async def server_id(self) -> str:
+        found = await self.get_setting("server_id")
+        if found is not None:
+            return found
+
+        def work(connection: sqlite3.Connection) -> str:
+            run(connection, "set_setting_once", {"key": "server_id", "value": new_id("srv")})
+            return str(run(connection, "get_setting", {"key": "server_id"})[0][0])
+
+        return str(await self._writer.submit(work, durable=True))
+
+    async def prune(
+        self, now: float, *, operations_after: float = 7 * 86400.0, sessions_after: float = 86400.0
+    ) -> Pruned:
+        def work(connection: sqlite3.Connection) -> Pruned:
+            def drop(query: str, **parameters: float) -> int:
+                return connection.execute(QUERIES[query], parameters).rowcount
+
+            keys = drop("prune_keys", now=now)
+            operations = drop("prune_operations", before=now - operations_after)
+            sessions = drop("prune_sessions", before=now - sessions_after, now=now)
+            return Pruned(operations, keys, sessions)
+
+        pruned: Pruned = await self._writer.submit(work, durable=True)
+        return pruned
+
+
+def _sessions_with_events(items: Sequence[writes.Write]) -> set[str]:
+    return {
+        item.session for item in items if isinstance(item, writes.AppendEvent | writes.LinkEvent)
+    }
+
+
+def _is_due(session: Session, now: float) -> bool:
+    lifetime = session.lifetime_deadline
+    if lifetime is not None and lifetime <= now:
+        return True
+    idle = session.idle_deadline
+    live = session.state in (SessionState.RUNNING, SessionState.PAUSED)
+    return live and idle is not None and idle <= now
+
+
+def _parents_first(snapshots: list[SnapshotRecord]) -> list[SnapshotRecord]:
+    """Oldest first, but a child never before its parent, whatever the clock did."""
+    waiting = {snapshot.id: snapshot for snapshot in snapshots}
+    ordered: list[SnapshotRecord] = []
+    for snapshot in snapshots:
+        line: list[SnapshotRecord] = []
+        current: SnapshotRecord | None = snapshot
+        while current is not None and current.id in waiting:
+            line.append(waiting.pop(current.id))
+            current = waiting.get(current.parent) if current.parent else None
+        ordered.extend(reversed(line))
+    return ordered
+
+
+def _cursor(session: Session) -> str:
+    text = f"{session.created_at!r} {session.id}"
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def _read_cursor(cursor: str) -> tuple[float, str]:
+    try:
+        text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
+        created_at, _, id = text.partition(" ")
+        return float(created_at), id
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(f"{cursor!r} is not a cursor of a list of sessions") from error
+
+
+def _hash(secret: str) -> str:
+    # A plain hash serves: secrets are random and long, there is nothing to guess.
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()

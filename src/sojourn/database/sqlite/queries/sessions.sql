@@ -1,0 +1,76 @@
+-- name: insert_session
+INSERT INTO sessions ({session}) VALUES ({:session});
+
+-- name: session_row
+SELECT {session} FROM sessions WHERE id = :id;
+
+-- name: update_session
+-- The compare-and-swap: the only statement that changes a session's state.
+UPDATE sessions SET {assignments}
+WHERE id = :where_id AND epoch = :expect_epoch AND state <> 'deleted'
+    AND state IN (SELECT value FROM json_each(:expect_state))
+RETURNING {session};
+
+-- name: find_session
+SELECT {session} FROM sessions
+WHERE id = :key AND state <> 'deleted' AND (:tenant IS NULL OR tenant = :tenant);
+
+-- name: find_session_by_name
+SELECT {session} FROM sessions WHERE name = :key AND state <> 'deleted' AND tenant = :tenant;
+
+-- name: find_sessions_by_name_of_any_tenant
+SELECT {session} FROM sessions WHERE name = :key AND state <> 'deleted' LIMIT 2;
+
+-- name: list_sessions
+SELECT {session} FROM sessions
+WHERE (:tenant IS NULL OR tenant = :tenant)
+    AND state IN (SELECT value FROM json_each(:states))
+    AND (:parent IS NULL OR parent_session = :parent)
+    AND (:after_time IS NULL OR (created_at, id) < (:after_time, :after_id))
+    AND NOT EXISTS (
+        SELECT 1 FROM json_each(:labels) AS wanted
+        WHERE NOT EXISTS (
+            SELECT 1 FROM json_each(sessions.labels) AS present
+            WHERE present.key = wanted.key AND present.value = wanted.value
+        )
+    )
+ORDER BY created_at DESC, id DESC
+LIMIT :limit;
+
+-- name: count_sessions
+SELECT state, count(*) FROM sessions WHERE :tenant IS NULL OR tenant = :tenant GROUP BY state;
+
+-- name: touch_idle
+UPDATE sessions SET idle_deadline = max(idle_deadline, :deadline)
+WHERE id = :id AND idle_deadline IS NOT NULL AND state <> 'deleted';
+
+-- name: due_sessions
+SELECT {session} FROM sessions
+WHERE (state IN ('running', 'paused') AND min(
+        coalesce(idle_deadline, 9e999), coalesce(lifetime_deadline, 9e999)) <= :now)
+    OR (state IN ('suspended', 'failed') AND lifetime_deadline <= :now
+        AND json_extract(policy, '$.on_expiry') = 'delete')
+ORDER BY min(coalesce(idle_deadline, 9e999), coalesce(lifetime_deadline, 9e999)), id
+LIMIT :limit;
+
+-- name: next_deadline
+SELECT min(deadline) FROM (
+    SELECT min(coalesce(idle_deadline, 9e999), coalesce(lifetime_deadline, 9e999)) AS deadline
+    FROM sessions WHERE state IN ('running', 'paused')
+    UNION ALL
+    SELECT lifetime_deadline FROM sessions
+    WHERE state IN ('suspended', 'failed') AND lifetime_deadline IS NOT NULL
+        AND json_extract(policy, '$.on_expiry') = 'delete'
+) WHERE deadline < 9e999;
+
+-- name: prune_sessions
+DELETE FROM sessions
+WHERE state = 'deleted' AND updated_at < :before
+    AND NOT EXISTS (SELECT 1 FROM snapshots WHERE snapshots.session = sessions.id)
+    AND NOT EXISTS (SELECT 1 FROM sandboxes WHERE sandboxes.session = sessions.id)
+    AND NOT EXISTS (
+        SELECT 1 FROM operations WHERE operations.session = sessions.id
+            AND (operations.state IN ('pending', 'running') OR EXISTS (
+                SELECT 1 FROM idempotency
+                WHERE idempotency.operation = operations.id AND idempotency.expires_at > :now))
+    );
