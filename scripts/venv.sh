@@ -61,7 +61,7 @@ if [[ ! -x .venv/bin/python ]] || ! .venv/bin/python -m pip --version >/dev/null
 	rm -rf .venv
 	"$python" -m venv .venv
 fi
-pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input --quiet)
+pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input -qq)
 if [[ $(cat .venv/.deps 2>/dev/null) != "$deps_stamp" ]]; then
 	echo "installing the locked dependencies"
 	rm -f .venv/.deps .venv/.package
