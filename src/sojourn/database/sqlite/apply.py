@@ -31,7 +31,7 @@ from sojourn.model.sessions import Session, SessionState
 
 QUERIES = Queries("sojourn.database.sqlite")
 
-_FIXED = {"id", "tenant", "created_at", "updated_at"}
+_FIXED = {"id", "tenant", "created_at"}
 _SNAPSHOT_CHANGES = {
     "label",
     "hidden",
