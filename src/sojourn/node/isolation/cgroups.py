@@ -30,11 +30,16 @@ _PERIOD_US = 100_000
 
 
 class GroupLimits(msgspec.Struct, frozen=True):
-    """What is written to the controllers: cores, bytes, processes and threads of the host."""
+    """What is written to the controllers: cores, bytes, processes and threads of the host.
+
+    `whole` ends all of the group when the kernel kills one process of it for its memory, where
+    the kernel can do that (v2).
+    """
 
     cpus: float
     memory_bytes: int
     pids: int
+    whole: bool
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
@@ -151,8 +156,8 @@ class Cgroup:
             _write(self._v2 / "memory.max", str(limits.memory_bytes), optional=True)
             # Without this a sandbox could double its limit by being swapped out.
             _write(self._v2 / "memory.swap.max", "0", optional=True)
-            # A sandbox that lost one of its processes is broken: it ends whole, with its cause.
-            _write(self._v2 / "memory.oom.group", "1", optional=True)
+            whole = "1" if limits.whole else "0"
+            _write(self._v2 / "memory.oom.group", whole, optional=True)
 
     def _limit_memory_v1(self, memory: Path, amount: int) -> None:
         both = memory / "memory.memsw.limit_in_bytes"
@@ -263,9 +268,8 @@ class Cgroup:
             processes.kill(pid)
 
     def _thaw_leftover(self) -> None:
-        if self._v2 is not None and self._v2.is_dir():
-            self._set_frozen(False)
-        elif self._v2 is None and self._v1.get("freezer", Path("/nonexistent")).is_dir():
+        tracked = self._v2 if self._v2 is not None else self._v1.get("freezer")
+        if tracked is not None and tracked.is_dir():
             self._set_frozen(False)
 
     def remove(self, deadline: float) -> bool:

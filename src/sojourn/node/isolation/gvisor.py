@@ -437,6 +437,8 @@ def _group_limits(limits: Limits) -> GroupLimits:
         cpus=limits.cpus,
         memory_bytes=limits.memory_bytes + _OVERHEAD_BYTES + limits.memory_bytes // _OVERHEAD_SHARE,
         pids=_HOST_TASKS + _HOST_TASKS_PER_PID * limits.pids,
+        # A sandbox that lost a part is broken: it ends whole, with its cause.
+        whole=True,
     )
 
 

@@ -35,11 +35,18 @@ CAPABILITIES = [
 _OPEN_FILES = 1_048_576
 
 
-def _tmpfs(target: str, memory: int) -> dict[str, Any]:
-    # Half the memory as on any Linux, so that files in memory alone cannot end the sandbox; what
-    # is only meant for sockets and pid files gets less.
+def tmpfs_size(target: str, memory: int) -> tuple[int, str]:
+    """Size and mode of a memory file system.
+
+    Half the memory as on any Linux, so that one such file system alone cannot use up the limit;
+    what is only meant for sockets and pid files gets less.
+    """
     share, mode = (8, "0755") if target == "/run" else (2, "1777")
-    size = max(16 * 1024**2, memory // share)
+    return max(16 * 1024**2, memory // share), mode
+
+
+def _tmpfs(target: str, memory: int) -> dict[str, Any]:
+    size, mode = tmpfs_size(target, memory)
     return {
         "destination": target,
         "type": "tmpfs",

@@ -69,6 +69,7 @@ def spawn(
     *,
     cgroups: Sequence[Path] = (),
     output: Path | None = None,
+    errors: int | None = None,
     cwd: Path | None = None,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
@@ -80,7 +81,7 @@ def spawn(
             entered,
             stdin=subprocess.DEVNULL,
             stdout=sink,
-            stderr=sink,
+            stderr=sink if errors is None else errors,
             env=ENVIRONMENT,
             cwd=cwd or "/",
             start_new_session=True,
@@ -115,6 +116,16 @@ def _stat(pid: int) -> list[str] | None:
         return None
     # The command name stands in parentheses and may itself hold blanks and parentheses.
     return text[text.rindex(")") + 2 :].split()
+
+
+def is_first(pid: int) -> bool:
+    """Whether the process is the first one of a pid namespace below this one."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("NSpid:"):
+                inner = line.split()[1:]
+                return len(inner) > 1 and inner[-1] == "1"
+    return False
 
 
 def alive(pid: int) -> bool:

@@ -1,0 +1,82 @@
+"""What files processes in a mount namespace of their own hold open.
+
+Guarantee: of the root tree only, by the mount the descriptors belong to, so that a file of a
+memory file system with the same path is never mistaken for one of the tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from sojourn.node.mounts import Mount, read_mounts
+
+_DELETED = " (deleted)"
+
+
+def _mounts(pid: int) -> list[Mount]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return read_mounts(Path(f"/proc/{pid}/mountinfo"))
+    return []
+
+
+def _root_mount(mounts: list[Mount]) -> int | None:
+    return next((mount.id for mount in reversed(mounts) if mount.target == Path("/")), None)
+
+
+def _open(pid: int) -> Iterator[tuple[Path, str, int]]:
+    """Descriptors in the root tree: entry, path, flags."""
+    root = _root_mount(_mounts(pid))
+    if root is None:
+        return
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                facts = {}
+                info = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()
+                for line in info.splitlines():
+                    name, _, value = line.partition(":")
+                    facts[name] = value.strip()
+                if facts.get("mnt_id") == str(root):
+                    yield entry, os.fsdecode(entry.readlink()), int(facts["flags"], 8)
+
+
+def unlinked(pids: Iterable[int]) -> list[str]:
+    """Absolute paths (inside) of files that are open though their name is gone."""
+    found: set[str] = set()
+    for pid in pids:
+        for entry, target, _ in _open(pid):
+            with contextlib.suppress(FileNotFoundError):
+                if target.endswith(_DELETED) and entry.stat().st_nlink == 0:
+                    found.add(target.removesuffix(_DELETED))
+    return sorted(found)
+
+
+def writable(pids: Iterable[int]) -> list[str]:
+    """Root-relative paths of regular files open or mapped for writing."""
+    found: set[str] = set()
+    for pid in pids:
+        for entry, target, flags in _open(pid):
+            with contextlib.suppress(FileNotFoundError):
+                writes = flags & os.O_ACCMODE in (os.O_WRONLY, os.O_RDWR)
+                if writes and not flags & os.O_PATH and stat.S_ISREG(entry.stat().st_mode):
+                    found.add(target.removesuffix(_DELETED).lstrip("/"))
+        found.update(_mapped(pid))
+    return sorted(found)
+
+
+def _mapped(pid: int) -> Iterator[str]:
+    """Shared writable mappings; they outlive the descriptor they were made from."""
+    elsewhere = {mount.target for mount in _mounts(pid)} - {Path("/")}
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/maps").read_bytes().splitlines():
+            fields = line.split(None, 5)
+            if len(fields) == 6 and fields[1].startswith(b"rw-s") and fields[5].startswith(b"/"):
+                path = Path(os.fsdecode(fields[5]).removesuffix(_DELETED))
+                # Shared memory without a name goes by /dev/zero, a memory file by /memfd:name.
+                foreign = path in elsewhere or not elsewhere.isdisjoint(path.parents)
+                if not foreign and not path.name.startswith("memfd:"):
+                    yield os.fspath(path).lstrip("/")
