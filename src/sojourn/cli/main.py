@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
 EXIT_INTERNAL = 100
 EXIT_USAGE = 101
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 
 class LazyGroup(click.Group):
@@ -95,8 +96,12 @@ def report(error: SojournError, as_json: bool) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and give its exit code."""
     try:
-        result = cli.main(args=list(arguments), prog_name="sojourn", standalone_mode=False)
-    except click.Abort:
+        # Not `cli.main`, which would turn a reader that left into an exit with 1.
+        with cli.make_context("sojourn", list(arguments)) as context:
+            result = cli.invoke(context)
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
     except click.ClickException as error:
@@ -108,9 +113,10 @@ def run(arguments: Sequence[str]) -> int:
             error.show()
         return EXIT_USAGE
     except BrokenPipeError:
-        # The reader of our output left (`sojourn session ls | head`): say nothing, also at exit.
+        # The reader left (`sojourn session ls | head`): say nothing, also at exit, and end as
+        # other programs do.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13
+        return EXIT_BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 - the last place that can tell of it
         from sojourn.errors import SojournError
 
@@ -127,4 +133,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The console script."""
+    if "_SOJOURN_COMPLETE" in os.environ:  # the shell asks for completions, or for their script
+        cli.main(prog_name="sojourn")
     sys.exit(run(sys.argv[1:]))
