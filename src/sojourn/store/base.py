@@ -8,7 +8,7 @@ All methods block; callers run them in threads. They release the GIL where libra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -32,7 +32,10 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class EntryInfo(msgspec.Struct, frozen=True):
-    """The facts a diff shows of one entry. `type` is file, dir, symlink, fifo, socket, char, block."""
+    """The facts a diff shows of one entry.
+
+    `type` is file, dir, symlink, fifo, socket, char or block.
+    """
 
     type: str
     mode: int
@@ -45,7 +48,7 @@ class EntryInfo(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One object found bad: its name (`layer <id>`, `memory <id>`, `snapshot <id>`), path, cause."""
+    """One object found bad: name (`layer <id>`, `memory <id>`, `snapshot <id>`), path, cause."""
 
     object: str
     path: bytes | None
@@ -69,6 +72,17 @@ class Store(Protocol):
 
     def unchanged(self, upper: Path, since: Scan) -> bool:
         """True when nothing under `upper` differs from the scan. Cheap; the tree may be live."""
+
+    def is_empty(self, upper: Path) -> bool:
+        """Whether an upper has no entries, so that it adds nothing to the layers below."""
+
+    def prepare_upper(self, upper: Path, layers: Sequence[LayerRef]) -> None:
+        """Make a new, empty upper whose root has the attributes of the topmost root of `layers`
+        (lowest first): the merged `/` shows those of the upper, so a plain new directory would
+        change its owner, mode and times."""
+
+    def estimate(self, upper: Path, since: tuple[Scan, LayerRef] | None) -> int:
+        """Bytes that `capture_layer` would have to copy now."""
 
     def capture_layer(
         self,
@@ -94,6 +108,14 @@ class Store(Protocol):
         """Hash a frozen upper in place and sync it, without moving it. `SealedLayer.take` then
         moves the directory itself into the store: O(1), no copy."""
 
+    def take_layer(self, ref: LayerRef, upper: Path) -> LayerRef:
+        """`SealedLayer.take` after a restart: moves the upper in once it is proven to be `ref`,
+        or finds it already there. Raises IntegrityError when it is neither."""
+
+    def squash(self, layers: Sequence[LayerRef]) -> LayerRef:
+        """Merge adjacent layers (lowest first, no template among them) into an equivalent one,
+        sharing their files. For the background."""
+
     def layer_path(self, layer: str) -> Path:
         """Directory to use as overlay lower directory. Raises IntegrityError when missing."""
 
@@ -104,11 +126,12 @@ class Store(Protocol):
     def stage_image(self) -> Path:
         """A fresh directory on the store's file system for a driver to write an image into."""
 
-    def publish_image(
-        self, staged: Path, driver: str, runtime: str, cpu: list[str]
-    ) -> MemoryRef:
+    def publish_image(self, staged: Path, driver: str, runtime: str, cpu: list[str]) -> MemoryRef:
         """Hash, sync and publish a staged image; `cpu` are the features it may rely on.
         Idempotent by content."""
+
+    def discard_image(self, staged: Path) -> None:
+        """Drop a staged image that is not to be published. Idempotent."""
 
     def image_path(self, image: str) -> Path:
         """Directory of a published image. Raises IntegrityError when missing."""
@@ -118,7 +141,9 @@ class Store(Protocol):
 
     # -- snapshots --------------------------------------------------------------------------
     def publish_snapshot(self, snapshot: Snapshot) -> None:
-        """Write the manifest, durably, after checking that all it refers to is there."""
+        """Write the manifest, durably, after checking that all it refers to is there. A layer that
+        is sealed but not taken yet counts as there. Raises IntegrityError, StorageFull, Conflict
+        (another manifest has this id)."""
 
     def read_snapshot(self, snapshot: str) -> Snapshot:
         """Read and check a manifest. Raises SnapshotNotFound, IntegrityError."""
@@ -141,12 +166,21 @@ class Store(Protocol):
     def verify(self, snapshot: Snapshot) -> Iterator[Fault]:
         """Read every byte the snapshot uses and yield what is bad."""
 
+    def verify_layer(self, layer: LayerRef) -> Iterator[Fault]:
+        """The part of `verify` for one layer."""
+
+    def verify_memory(self, memory: MemoryRef) -> Iterator[Fault]:
+        """The part of `verify` for a memory image."""
+
     def diff(self, a: Snapshot, b: Snapshot) -> Iterator[Change]:
         """Differences from a to b as the session's file tree shows them (layers applied)."""
 
     def read_file(self, snapshot: Snapshot, path: bytes) -> bytes:
         """A regular file's content in a snapshot (used by the text diff). Raises FileMissing,
         TooLarge above 4 MiB."""
+
+    def text_diff(self, a: Snapshot, b: Snapshot, path: bytes) -> str | None:
+        """Unified diff of one file; None where it is no UTF-8 text or over 1 MiB on a side."""
 
     def usage(self, snapshot: Snapshot) -> int:
         """Bytes of the snapshot's own layers above its template, as sealed."""
@@ -156,6 +190,7 @@ class PendingLayer(Protocol):
     """A captured copy that is not yet published."""
 
     scan: Scan
+    copied_bytes: int
 
     def publish(self) -> LayerRef:
         """Hash, sync and publish. Raises StorageFull."""
@@ -173,3 +208,6 @@ class SealedLayer(Protocol):
     def take(self) -> LayerRef:
         """Move the (now unmounted) upper directory into the store and sync. Idempotent: a second
         call, or a call after a crash in between, finds it already there."""
+
+    def discard(self) -> None:
+        """Give up sealing: the upper stays as it is. Idempotent."""
