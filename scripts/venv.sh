@@ -44,10 +44,11 @@ if ! python=$(find_python); then
 	fi
 	echo "installing python3-venv"
 	export DEBIAN_FRONTEND=noninteractive
-	install=(apt-get -q -y --no-install-recommends -o DPkg::Lock::Timeout=600 install)
+	install=(apt-get -qq -y --no-install-recommends -o DPkg::Lock::Timeout=600 install)
 	"${install[@]}" python3 python3-venv </dev/null >/dev/null 2>&1 || {
-		apt-get -q -o DPkg::Lock::Timeout=600 update </dev/null
-		"${install[@]}" python3 python3-venv </dev/null
+		# No index yet, or one so old that its files are gone from the mirror.
+		apt-get -qq -o DPkg::Lock::Timeout=600 update </dev/null
+		"${install[@]}" python3 python3-venv </dev/null >/dev/null
 	}
 	python=$(find_python) || {
 		echo "error: no Python of 3.11 or newer; Debian 12 and 13 have one" >&2

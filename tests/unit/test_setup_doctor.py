@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from sojourn.cli import doctor as command
-from sojourn.errors import HostUnfit
+from sojourn.errors import HostUnfit, ResumeFailed
 from sojourn.node import doctor, mounts, smoke, tools
 from sojourn.node.doctor import Finding, Host, State
 
@@ -74,7 +74,7 @@ BAD: list[tuple[str, dict[str, Any], State]] = [
     ("kernel", {"kernel": "5.9.16-x"}, State.FAILED),
     ("kernel", {"kernel": "strange"}, State.FAILED),
     ("namespaces", {"unshare": REFUSED}, State.FAILED),
-    ("user namespaces", {"unshare": REFUSED}, State.NOTE),
+    ("user namespaces", {"unshare": REFUSED}, State.FAILED),
     ("overlay", {"overlay": HostUnfit("no such file system")}, State.FAILED),
     ("overlay", {"overlay": REFUSED}, State.FAILED),
     ("runsc", {"runsc": HostUnfit("too old", next_step="do")}, State.FAILED),
@@ -90,6 +90,7 @@ BAD: list[tuple[str, dict[str, Any], State]] = [
     ("reflink", {"reflink": False}, State.NOTE),
     ("project quota", {"file_system": ("ext4", "rw,usrquota")}, State.NOTE),
     ("sandbox", {"smoke": HostUnfit("the count went back", next_step="do")}, State.FAILED),
+    ("sandbox", {"smoke": ResumeFailed("no boot")}, State.FAILED),
     ("sandbox", {"smoke": OSError("broken")}, State.FAILED),
 ]
 
@@ -101,7 +102,7 @@ def test_each_lack_is_found_with_its_cure(name: str, facts: dict[str, Any], stat
     assert finding.state is state
     assert finding.detail
     assert finding.cure
-    assert doctor.healthy(findings) is (state is not State.FAILED and "unshare" not in facts)
+    assert doctor.healthy(findings) is (state is not State.FAILED)
 
 
 def test_every_check_has_a_bad_case() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from sojourn.errors import SojournError
+from sojourn.errors import HostUnfit, SojournError
 from sojourn.node import mounts, smoke, tools
 from sojourn.node.isolation import cgroups
 
@@ -311,9 +311,9 @@ def check_user_namespaces(host: Host) -> Finding:
     except (OSError, subprocess.SubprocessError) as error:
         return Finding(
             "user namespaces",
-            State.NOTE,
-            f"not available: {_words(error)}; the files-only driver runs as root only",
-            "Raise user.max_user_namespaces (sysctl) if you need them.",
+            State.FAILED,
+            f"not available, and sandboxes are confined by them: {_words(error)}",
+            "Raise user.max_user_namespaces (sysctl); do not run inside a chroot.",
         )
     return _ok("user namespaces", "available")
 
@@ -352,11 +352,12 @@ def check_smoke(host: Host) -> Finding:
     try:
         return _ok("sandbox", host.smoke())
     except (OSError, SojournError) as error:
-        cure = error.next_step if isinstance(error, SojournError) else ""
+        # The next step of another error is meant for the user of a session.
+        cure = error.next_step if isinstance(error, HostUnfit) else ""
         return Finding(
             "sandbox",
             State.FAILED,
-            f"a sandbox does not survive being put away: {_words(error)}",
+            f"no sandbox could be booted, put away and brought back: {_words(error)}",
             cure or "Look at the kernel's log; try a newer runsc (SOJOURN_RUNSC).",
         )
 
@@ -365,6 +366,7 @@ CHECKS: tuple[Check, ...] = (
     check_root,
     check_kernel,
     check_namespaces,
+    check_user_namespaces,
     check_overlay,
     check_runsc,
     check_supervisor,
@@ -374,7 +376,6 @@ CHECKS: tuple[Check, ...] = (
     check_clock,
     check_cgroup,
     check_bubblewrap,
-    check_user_namespaces,
     check_reflink,
     check_quota,
 )
