@@ -1,6 +1,6 @@
 """Frozen values that every layer speaks in; no I/O happens here."""
 
-from sojourn.model.ids import new_id
+from sojourn.model.ids import derived_id, new_id
 from sojourn.model.sessions import AutoSnapshot, Limits, Policy, Session, SessionState
 from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotKind
 
@@ -14,5 +14,6 @@ __all__ = [
     "SessionState",
     "Snapshot",
     "SnapshotKind",
+    "derived_id",
     "new_id",
 ]

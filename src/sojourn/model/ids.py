@@ -5,6 +5,7 @@ All ids of one kind have one length, because runsc matches ids by prefix.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 
@@ -22,3 +23,12 @@ def _encode(value: int, length: int) -> str:
 def new_id(prefix: str) -> str:
     """A new id such as `ses_...`: 9 characters of milliseconds, 15 of randomness (75 bits)."""
     return f"{prefix}_{_encode(time.time_ns() // 1_000_000, 9)}{_encode(secrets.randbits(75), 15)}"
+
+
+def derived_id(prefix: str, source: str, number: int) -> str:
+    """The id of the `number`-th thing that `source` (another id) makes: the same each time it is
+    asked for, so that work begun again after a crash finds what it had made. Keeps the time part.
+    """
+    digest = hashlib.blake2b(f"{prefix}/{source}/{number}".encode(), digest_size=16).digest()
+    random = int.from_bytes(digest, "big") & ((1 << 75) - 1)
+    return f"{prefix}_{source.partition('_')[2][:9]}{_encode(random, 15)}"

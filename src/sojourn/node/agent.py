@@ -18,11 +18,11 @@ from pathlib import Path
 
 from sojourn.errors import IntegrityError, SandboxLost, SojournError, StaleEpoch, Unsupported
 from sojourn.model import LayerRef, Limits, SessionState
-from sojourn.node import captures, mounts
-from sojourn.node.isolation.base import Driver
+from sojourn.node import mounts
+from sojourn.node.isolation.base import Driver, SandboxStatus
 from sojourn.node.records import SandboxRecord, read_record
 from sojourn.node.sandboxes import Sandbox
-from sojourn.store.base import Store
+from sojourn.store.local import LocalStore
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class NodeAgent:
     def __init__(
         self,
         directory: Path,
-        store: Store,
+        store: LocalStore,
         drivers: Mapping[str, Driver],
         supervisor: Path,
         *,
@@ -54,11 +54,7 @@ class NodeAgent:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def trust_template(self, layer: LayerRef) -> None:
-        """Check a template's layer now and spare it in later starts for a while.
-
-        Raises IntegrityError.
-        """
-        self.store.check_layer(layer)
+        """Spare a template's layer, which was checked just now, in later starts for a while."""
         self._templates.add(layer.id)
         self._checked[layer.id] = time.monotonic()
 
@@ -118,6 +114,17 @@ class NodeAgent:
         """Whether the node runs it."""
         return sandbox in self._sandboxes
 
+    def in_use(self) -> set[str]:
+        """Layers and images that sandboxes on this node are built on."""
+        used: set[str] = set()
+        for sandbox in self._sandboxes.values():
+            used.update(layer.id for layer in sandbox.record.layers)
+            if sandbox.record.memory is not None:
+                used.add(sandbox.record.memory.id)
+            if sandbox.since is not None:
+                used.add(sandbox.since[1].id)
+        return used
+
     @property
     def count(self) -> int:
         """How many sandboxes the node runs."""
@@ -165,6 +172,12 @@ class NodeAgent:
             found = self._make(record)
         await found.destroy()
 
+    async def abort(self, session: str) -> None:
+        """End the processes of every sandbox of a session, also of one that is just being started:
+        whoever waits for it is told at once instead of after a timeout."""
+        for sandbox in [s for s in self._sandboxes.values() if s.record.session == session]:
+            await sandbox.kill()
+
     def destroy_soon(self, sandbox: str) -> None:
         """Destroy in the background: off the path of whoever waits for the session."""
         task = asyncio.create_task(self._destroy_logged(sandbox))
@@ -197,6 +210,16 @@ class NodeAgent:
             found[directory.name] = _record_or_none(directory)
         return found
 
+    def record(self, sandbox: str) -> SandboxRecord | None:
+        """The record of a sandbox, running or only on disk."""
+        found = self._sandboxes.get(sandbox)
+        return found.record if found else _record_or_none(self.directory / sandbox)
+
+    def look(self, record: SandboxRecord) -> SandboxStatus:
+        """What the host shows of a sandbox, also of one not adopted yet. Blocks."""
+        found = self._sandboxes.get(record.sandbox) or self._make(record)
+        return found.status()
+
     async def adopt(self, record: SandboxRecord, state: SessionState) -> Sandbox:
         """Take over a living sandbox that an earlier server process left. Raises SandboxLost."""
         sandbox = self._make(record)
@@ -228,7 +251,5 @@ def _record_or_none(directory: Path) -> SandboxRecord | None:
 
 def _remove(directory: Path) -> None:
     mounts.cleanup_mounts(directory)
-    shutil.rmtree(directory, ignore_errors=False) if directory.exists() else None
-
-
-__all__ = ["NodeAgent", "captures"]
+    if directory.exists():
+        shutil.rmtree(directory)

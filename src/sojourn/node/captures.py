@@ -131,7 +131,7 @@ async def _checkpoint(sandbox: Sandbox) -> Path:
             )
         await asyncio.to_thread(sandbox.driver.checkpoint, sandbox.spec, staged)
     except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
+        sandbox.store.discard_image(staged)
         raise
     return staged
 
@@ -182,7 +182,7 @@ async def capture_live(sandbox: Sandbox, *, memory: bool) -> Captured:
         )
     except BaseException:
         if staged is not None:
-            shutil.rmtree(staged, ignore_errors=True)
+            sandbox.store.discard_image(staged)
         if pending is not None:
             pending.discard()
         raise
@@ -237,7 +237,7 @@ async def capture_final(sandbox: Sandbox, *, memory: bool) -> Sealed:
         )
     except BaseException as error:
         if staged is not None:
-            shutil.rmtree(staged, ignore_errors=True)
+            sandbox.store.discard_image(staged)
         with contextlib.suppress(SandboxLost):
             await _thaw_or_lost(sandbox, stay_frozen)
         raise _as_capture_error(error) from error

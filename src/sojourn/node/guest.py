@@ -47,6 +47,13 @@ class Guest(Protocol):
     async def start(self, spec: ProcessSpec) -> ProcessState:
         """Start a command. Raises CommandNotStarted with the cause (ENOENT, EACCES, user, cwd)."""
 
+    async def shell(self) -> bytes | None:
+        """The shell for commands given as text (/bin/bash, else /bin/sh); asked for once, then
+        remembered. None when the template has none."""
+
+    async def process(self, process: int) -> ProcessState:
+        """One process as it stands. Raises ProcessNotFound."""
+
     async def wait(self, process: int) -> ProcessState:
         """Wait for its end. Raises ProcessNotFound."""
 

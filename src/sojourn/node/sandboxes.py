@@ -20,7 +20,8 @@ from sojourn.node.interpreter import Interpreter
 from sojourn.node.isolation.base import Capability, Driver, SandboxSpec, SandboxStatus
 from sojourn.node.link import GuestLink
 from sojourn.node.records import SandboxRecord, write_record
-from sojourn.store.base import Scan, Store
+from sojourn.store.base import Scan
+from sojourn.store.local import LocalStore
 from sojourn.wire.guest import GuestActivity
 
 ATTACH_SECONDS = 30.0
@@ -46,7 +47,7 @@ class Sandbox:
         record: SandboxRecord,
         directory: Path,
         driver: Driver,
-        store: Store,
+        store: LocalStore,
         supervisor: Path,
     ) -> None:
         self.record = record
@@ -86,8 +87,9 @@ class Sandbox:
         """Write the record and mount the root. Blocks."""
         self.directory.mkdir(parents=True, mode=0o700)
         write_record(self.directory, self.record)
-        for name in ("upper", "work", "root", "control", "driver"):
+        for name in ("work", "root", "control", "driver"):
             (self.directory / name).mkdir(mode=0o755)
+        self.store.prepare_upper(self.upper, self.record.layers)
         self.mount()
 
     def mount(self) -> None:
@@ -109,9 +111,7 @@ class Sandbox:
         """
         try:
             if self.record.memory is not None:
-                host.check_image_fits(
-                    self.record.memory, self.driver.runtime, host.cpu_features()
-                )
+                host.check_image_fits(self.record.memory, self.driver.runtime, host.cpu_features())
             await asyncio.to_thread(self.prepare)
             # Reading back what is used costs as much as starting; both go on at once, and the
             # sandbox is handed out only when both are well.

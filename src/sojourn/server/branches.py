@@ -1,0 +1,277 @@
+"""The verbs that move in the tree or grow it: rollback, fork, promote.
+
+Guarantee: nothing that was in a session is given up before what replaces it answers; the state a
+rollback or promote leaves behind stays in the tree; a fork is all of its children or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from sojourn import faultpoints
+from sojourn.database.writes import AppendEvent, InsertSession, Write
+from sojourn.errors import SandboxLost, SojournError
+from sojourn.lifecycle import Command, Verb, decide, first_deadlines
+from sojourn.model import (
+    AutoSnapshot,
+    Session,
+    SessionState,
+    Snapshot,
+    SnapshotKind,
+    derived_id,
+)
+from sojourn.node.isolation.base import Capability
+from sojourn.server.context import Context
+from sojourn.server.operations import Run
+from sojourn.server.placements import Placements
+from sojourn.server.registry import ActiveSession
+from sojourn.server.snapshots import Snapshots
+
+log = logging.getLogger(__name__)
+
+_LIVE = (SessionState.RUNNING, SessionState.PAUSED)
+# Restores are bound by the processor; more at once only make each one slower.
+_STARTS_AT_ONCE = 2
+
+
+class Branches:
+    """Bodies of operations on a session's tree."""
+
+    def __init__(self, context: Context, snapshots: Snapshots, placements: Placements) -> None:
+        self._context = context
+        self._snapshots = snapshots
+        self._placements = placements
+
+    # -- rollback ---------------------------------------------------------------------------
+
+    async def rollback(self, run: Run) -> None:
+        """Make the session continue from another snapshot of its tree, under the same id."""
+        active = run.active
+        async with active.gate.closed("rollback"):
+            target = await self._snapshots.read(run.request["snapshot"])
+            await self._keep_present(run, active)
+            await self._switch(run, active, target, run.finish(None), "rollback")
+
+    async def _keep_present(self, run: Run, active: ActiveSession) -> None:
+        """Put what the session is about to leave into the tree, if it is not there yet."""
+        if active.state not in _LIVE or run.data.get("kept"):
+            return
+        if not await self._placements.check_held(active):
+            return
+        sandbox = self._context.sandbox(active)
+        if active.session.policy.auto_snapshot is AutoSnapshot.OFF:
+            return
+        if sandbox.frozen or active.dirty or await sandbox.changed():
+            await self._snapshots.take_or_files_only(active, actor=run.actor)
+        await run.step("kept", kept=True)
+
+    async def _switch(
+        self,
+        run: Run,
+        active: ActiveSession,
+        target: Snapshot,
+        finish: Write,
+        kind: str,
+        **details: Any,
+    ) -> None:
+        session = active.session
+        old = session.sandbox
+        event = run.event(
+            session=session.id, kind=kind, before=session.head, after=target.id, **details
+        )
+        if session.state not in _LIVE:
+            decide(session, Command(Verb.ROLLBACK))
+            await self._context.commit(
+                active,
+                {"state": SessionState.SUSPENDED, "head": target.id, "cause": None},
+                finish,
+                event,
+            )
+            return
+        await self._placements.place(run, active, target, {"head": target.id}, finish, event)
+        if old:
+            agent = self._context.agent
+            if agent.has(old):
+                await agent.find(old, session.epoch).guest.interrupt(f"the session had a {kind}")
+            agent.destroy_soon(old)
+
+    # -- fork -------------------------------------------------------------------------------
+
+    async def fork(self, run: Run) -> None:
+        """Start children from a snapshot, or from now while the source runs on."""
+        source = run.active
+        snapshot = await self._fork_point(run, source)
+        names = run.request.get("names") or [None] * run.request["n"]
+        children = [
+            {"id": derived_id("ses", run.operation.id, number), "name": name}
+            for number, name in enumerate(names)
+        ]
+        try:
+            starts = asyncio.Semaphore(_STARTS_AT_ONCE)
+            async with asyncio.TaskGroup() as tasks:
+                for child in children:
+                    tasks.create_task(self._child(run, source.session, snapshot, child, starts))
+        except* SojournError as group:
+            await self._undo(run, children)
+            raise group.exceptions[0] from None
+        await self._context.database.commit(
+            [
+                run.finish({"sessions": [child["id"] for child in children]}),
+                run.event(
+                    before=source.session.head,
+                    after=snapshot.id,
+                    children=[child["id"] for child in children],
+                ),
+            ]
+        )
+
+    async def _fork_point(self, run: Run, source: ActiveSession) -> Snapshot:
+        known = run.data.get("point") or run.request.get("snapshot")
+        if known:
+            return await self._snapshots.read(known)
+        async with source.gate.closed("fork"):
+            decide(source.session, Command(Verb.FORK))
+            if source.state in _LIVE and not await self._placements.check_held(source):
+                raise SandboxLost(f"the sandbox had ended: {source.session.cause}")
+            if source.state in _LIVE:
+                sandbox = self._context.sandbox(source)
+                if not source.dirty and not sandbox.frozen and await self._head_is_now(source):
+                    point = await self._snapshots.head(source.session)
+                else:
+                    point = await self._snapshots.take(source, SnapshotKind.FORK, actor=run.actor)
+            else:
+                point = await self._snapshots.head(source.session)
+        await run.step("point", point=point.id)
+        return point
+
+    async def _head_is_now(self, source: ActiveSession) -> bool:
+        """Whether the head snapshot still is the present state: then it need not be taken again.
+
+        Only where no process can have moved on by itself since.
+        """
+        sandbox = self._context.sandbox(source)
+        if sandbox.baseline is None or sandbox.baseline.alive > 0:
+            return False
+        head = await self._snapshots.head(source.session)
+        return head.kind is not SnapshotKind.BASE and not await sandbox.changed()
+
+    async def _child(
+        self,
+        run: Run,
+        parent: Session,
+        snapshot: Snapshot,
+        child: dict[str, Any],
+        starts: asyncio.Semaphore,
+    ) -> None:
+        now = time.time()
+        idle, lifetime = first_deadlines(parent.policy, now)
+        session = Session(
+            id=child["id"],
+            tenant=parent.tenant,
+            name=child.get("name"),
+            labels=parent.labels | run.request.get("labels", {}),
+            template=parent.template,
+            env=parent.env,
+            limits=parent.limits,
+            policy=parent.policy,
+            driver=parent.driver,
+            state=SessionState.CREATING,
+            epoch=0,
+            head=snapshot.id,
+            parent_session=parent.id,
+            forked_from=snapshot.id,
+            sandbox=None,
+            node=None,
+            idle_deadline=idle if run.request.get("start", True) else None,
+            lifetime_deadline=lifetime,
+            cause=None,
+            created_at=now,
+            updated_at=now,
+        )
+        active = await self._insert(session)
+        async with active.gate.closed("fork"):
+            if active.state is not SessionState.CREATING:
+                return  # an earlier execution of this operation finished it
+            event = AppendEvent(
+                session=session.id,
+                kind="fork.child",
+                actor=run.actor,
+                result="ok",
+                details={"parent": parent.id},
+                after=snapshot.id,
+                operation=run.operation.id,
+            )
+            if not run.request.get("start", True):
+                await self._context.commit(active, {"state": SessionState.SUSPENDED}, event)
+                return
+            async with starts:
+                await self._placements.place(run, active, snapshot, {}, event)
+            faultpoints.reach("fork.child")
+
+    async def _insert(self, session: Session) -> ActiveSession:
+        database = self._context.database
+        page = await database.list_sessions(
+            session.tenant, parent=session.parent_session, limit=1000
+        )
+        for known in page.items:
+            if known.id == session.id:
+                return self._context.registry.hold(known)
+        await database.commit([InsertSession(session)])
+        return self._context.registry.hold(session)
+
+    async def _undo(self, run: Run, children: list[dict[str, Any]]) -> None:
+        for child in children:
+            try:
+                active = await self._context.registry.find(run.operation.tenant, child["id"])
+            except SojournError:
+                continue  # it was never made
+            async with active.gate.closed("fork"):
+                sandbox = active.session.sandbox
+                await self._context.commit(
+                    active, {"state": SessionState.DELETED, "sandbox": None, "node": None}
+                )
+            if sandbox:
+                await self._context.agent.destroy(sandbox)
+
+    # -- promote ----------------------------------------------------------------------------
+
+    async def promote(self, run: Run) -> None:
+        """Make a fork's present state the head of the session it came from."""
+        parent = run.active
+        child = await self._context.registry.find(run.operation.tenant, run.request["child"])
+        if run.data.get("point"):
+            point = await self._snapshots.read(run.data["point"])
+        else:
+            point = await self._child_point(run, child)
+            await run.step("point", point=point.id)
+        async with parent.gate.closed("promote"):
+            await self._keep_present(run, parent)
+            await self._switch(run, parent, point, run.finish(None), "promote", child=child.id)
+        self._context.database.append_event(
+            AppendEvent(
+                session=child.id,
+                kind="promoted",
+                actor=run.actor,
+                result="ok",
+                details={"into": parent.id},
+                before=point.id,
+                after=point.id,
+                operation=run.operation.id,
+            )
+        )
+
+    async def _child_point(self, run: Run, child: ActiveSession) -> Snapshot:
+        async with child.gate.closed("promote"):
+            decide(child.session, Command(Verb.PROMOTE))
+            if child.state in _LIVE and await self._placements.check_held(child):
+                sandbox = self._context.sandbox(child)
+                if not child.dirty and not sandbox.frozen and await self._head_is_now(child):
+                    return await self._snapshots.head(child.session)
+                memory = sandbox.has(Capability.LIVE_CHECKPOINT)
+                return await self._snapshots.take(
+                    child, SnapshotKind.EXPLICIT, memory=memory, actor=run.actor
+                )
+            return await self._snapshots.head(child.session)

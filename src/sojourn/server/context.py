@@ -1,0 +1,143 @@
+"""What the parts of the session service share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from sojourn.database.base import Database
+from sojourn.database.writes import UpdateSession, Write
+from sojourn.errors import SandboxLost, UnknownTemplate, WrongState
+from sojourn.model import LayerRef, Session, SessionState
+from sojourn.node.agent import NodeAgent
+from sojourn.node.sandboxes import Sandbox
+from sojourn.server.registry import ActiveSession, Registry
+from sojourn.store.local import LocalStore
+
+
+class Template(msgspec.Struct, frozen=True):
+    """A template this node can start sessions from."""
+
+    name: str
+    layer: LayerRef
+    created_at: float
+
+
+class StoreGuard:
+    """Keeps collection away from snapshots whose parts are published but not yet referred to."""
+
+    def __init__(self) -> None:
+        self._publishing = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._collecting = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def publishing(self) -> AsyncIterator[None]:
+        """Around everything from the first published part to the committed reference."""
+        async with self._collecting:
+            self._publishing += 1
+            self._idle.clear()
+        try:
+            yield
+        finally:
+            self._publishing -= 1
+            if self._publishing == 0:
+                self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def collecting(self) -> AsyncIterator[None]:
+        """Around a collection: begins when nothing is being published and holds newcomers off."""
+        async with self._collecting:
+            await self._idle.wait()
+            yield
+
+
+class Context:
+    """The server's parts, wired once by `service_factory`."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        store: LocalStore,
+        agent: NodeAgent,
+        templates: Sequence[Template],
+        server: str,
+    ) -> None:
+        self.database = database
+        self.store = store
+        self.agent = agent
+        self.templates = {template.name: template for template in templates}
+        self.server = server
+        self.node = "local"
+        self.registry = Registry(database)
+        self.guard = StoreGuard()
+        self._chores: set[asyncio.Task[Any]] = set()
+
+    def template(self, name: str) -> Template:
+        """A template by name. Raises UnknownTemplate."""
+        try:
+            return self.templates[name]
+        except KeyError:
+            known = ", ".join(sorted(self.templates)) or "none"
+            raise UnknownTemplate(
+                f"there is no template {name!r} (known: {known})", field="template"
+            ) from None
+
+    def sandbox(self, active: ActiveSession) -> Sandbox:
+        """The running sandbox of a session. Raises WrongState, SandboxLost."""
+        session = active.session
+        if session.sandbox is None:
+            raise WrongState(f"session {session.id} is {session.state} and has no sandbox")
+        return self.agent.find(session.sandbox, session.epoch)
+
+    async def commit(
+        self, active: ActiveSession, changes: dict[str, Any], *also: Write, durable: bool = True
+    ) -> Session:
+        """Change a session's record by compare-and-swap on its present state and epoch, together
+        with other writes. Raises StaleEpoch, WrongState; nothing is changed then."""
+        session = active.session
+        results = await self.database.commit(
+            [
+                *also,
+                UpdateSession(
+                    id=session.id,
+                    expect_state={session.state},
+                    expect_epoch=session.epoch,
+                    changes=changes,
+                ),
+            ],
+            durable=durable,
+        )
+        updated = results[-1]
+        assert isinstance(updated, Session)
+        self.registry.update(updated)
+        return updated
+
+    def soon(self, work: Any, name: str) -> asyncio.Task[Any]:
+        """Run a coroutine in the background; the server waits for it when it stops."""
+        task: asyncio.Task[Any] = asyncio.create_task(work, name=name)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+        return task
+
+    async def settle(self) -> None:
+        """Wait for what runs in the background."""
+        while self._chores:
+            await asyncio.gather(*list(self._chores), return_exceptions=True)
+
+    def is_lost(self, active: ActiveSession) -> bool:
+        """Whether the record names a sandbox the node does not have."""
+        session = active.session
+        if session.state not in (SessionState.RUNNING, SessionState.PAUSED):
+            return False
+        try:
+            self.sandbox(active)
+        except SandboxLost:
+            return True
+        return False

@@ -1,0 +1,187 @@
+"""Looking at a session's past: tree, differences, proof, events."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+from sojourn.errors import Conflict, InvalidRequest, SojournError
+from sojourn.model import Snapshot
+from sojourn.server.base import Principal
+from sojourn.server.context import Context
+from sojourn.server.snapshots import Snapshots
+from sojourn.server.turns import Turns
+from sojourn.server.views import change_info, event_info, show, snapshot_info
+from sojourn.store.base import Change, Fault
+from sojourn.wire.api import DiffInfo, EventInfo, FaultInfo, SnapshotInfo, VerifyReport
+
+MAX_CHANGES = 100_000
+_TEXT_FILES = 200
+
+
+class History:
+    """Reads; nothing here changes a session, but for hiding a snapshot."""
+
+    def __init__(self, context: Context, snapshots: Snapshots, turns: Turns) -> None:
+        self._context = context
+        self._snapshots = snapshots
+        self._turns = turns
+
+    async def list(self, who: Principal, ref: str) -> list[SnapshotInfo]:
+        """The tree, parents before children; the last turn's snapshot is waited for."""
+        active = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(active)
+        session = active.session
+        return [
+            snapshot_info(record, session.head) for record in await self._snapshots.tree(session)
+        ]
+
+    async def diff(
+        self, who: Principal, ref: str, a: str | None, b: str | None, *, text: bool, limit: int
+    ) -> DiffInfo:
+        """Differences from `a` (the parent of `b`) to `b` (the head)."""
+        if not 1 <= limit <= MAX_CHANGES:
+            raise InvalidRequest(f"limit must be 1 to {MAX_CHANGES}", field="limit")
+        active = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(active)
+        session = active.session
+        if b is None and session.head is None:
+            raise InvalidRequest(f"session {session.id} has no snapshot yet", field="b")
+        end = await self._snapshots.resolve(session, b if b is not None else str(session.head))
+        if a is None and end.parent is None:
+            raise InvalidRequest(f"snapshot {end.id} has no parent to differ from", field="a")
+        start = await self._snapshots.resolve(session, a if a is not None else str(end.parent))
+        before, after = await self._snapshots.read(start.id), await self._snapshots.read(end.id)
+        return await asyncio.to_thread(self._compare, before, after, text, limit)
+
+    def _compare(self, before: Snapshot, after: Snapshot, text: bool, limit: int) -> DiffInfo:
+        store = self._context.store
+        changes: list[Change] = []
+        truncated = False
+        for change in store.diff(before, after):
+            if len(changes) == limit:
+                truncated = True
+                break
+            changes.append(change)
+        texts: dict[str, str | None] = {}
+        if text:
+            for change in changes:
+                entry = change.after or change.before
+                if entry is None or entry.type != "file" or len(texts) == _TEXT_FILES:
+                    continue
+                if change.kind == "changed" and "content" not in change.what:
+                    continue
+                texts[show(change.path)[0]] = store.text_diff(before, after, change.path)
+        return DiffInfo(
+            a=before.id,
+            b=after.id,
+            changes=[change_info(change) for change in changes],
+            text=texts,
+            truncated=truncated,
+        )
+
+    async def remove(self, who: Principal, ref: str, snapshot: str) -> None:
+        """Delete a snapshot for the user. Raises Conflict for the head."""
+        active = await self._context.registry.find(who.tenant, ref)
+        async with active.gate.closed("snapshot removal"):
+            record = await self._snapshots.resolve(active.session, snapshot)
+            if record.id == active.session.head:
+                raise Conflict(
+                    f"snapshot {record.id} is the head of the session",
+                    next_step="Roll back to another snapshot first.",
+                )
+            if record.session != active.id:
+                raise Conflict(
+                    f"snapshot {record.id} belongs to session {record.session}",
+                    next_step="Delete it there.",
+                )
+            await self._snapshots.remove(record)
+
+    async def verify(self, who: Principal, ref: str, snapshot: str | None) -> VerifyReport:
+        """Read every byte of one snapshot, or of the whole tree."""
+        active = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(active)
+        session = active.session
+        if snapshot is not None:
+            records = [await self._snapshots.resolve(session, snapshot)]
+        else:
+            records = await self._snapshots.tree(session)
+        faults: list[FaultInfo] = []
+        objects: dict[str, int] = {}
+        seen: dict[str, list[Fault]] = {}
+        for record in records:
+            try:
+                manifest = await self._snapshots.read(record.id)
+            except SojournError as error:
+                faults.append(
+                    FaultInfo(
+                        object=str(error.details.get("object", f"snapshot {record.id}")),
+                        path=None,
+                        cause=error.message,
+                        snapshot=record.id,
+                    )
+                )
+                continue
+            if manifest.fingerprint != record.fingerprint:
+                faults.append(
+                    FaultInfo(
+                        object=f"snapshot {record.id}",
+                        path=None,
+                        cause="its fingerprint is not the one that was committed",
+                        snapshot=record.id,
+                    )
+                )
+            for layer in manifest.layers:
+                objects[f"layer {layer.id}"] = layer.bytes
+            if manifest.memory is not None:
+                objects[f"memory {manifest.memory.id}"] = manifest.memory.bytes
+            found = await asyncio.to_thread(self._verify_one, manifest, seen)
+            faults.extend(
+                FaultInfo(
+                    object=fault.object,
+                    path=None
+                    if fault.path is None
+                    else os.fsencode(fault.path).decode(errors="replace"),
+                    cause=fault.cause,
+                    snapshot=record.id,
+                )
+                for fault in found
+            )
+        return VerifyReport(
+            session=session.id,
+            ok=not faults,
+            snapshots=len(records),
+            objects=len(objects) + len(records),
+            bytes=sum(objects.values()),
+            faults=faults,
+        )
+
+    def _verify_one(self, manifest: Snapshot, seen: dict[str, list[Fault]]) -> list[Fault]:
+        """Verify a snapshot, reading no layer or image twice in one report."""
+        found: list[Fault] = []
+        for layer in manifest.layers:
+            name = f"layer {layer.id}"
+            if name not in seen:
+                seen[name] = list(self._context.store.verify_layer(layer))
+            found.extend(seen[name])
+        if manifest.memory is not None:
+            name = f"memory {manifest.memory.id}"
+            if name not in seen:
+                seen[name] = list(self._context.store.verify_memory(manifest.memory))
+            found.extend(seen[name])
+        return found
+
+    async def events(self, who: Principal, ref: str, *, after: int, limit: int) -> list[EventInfo]:
+        """Events after a sequence number."""
+        if not 1 <= limit <= 10_000:
+            raise InvalidRequest("limit must be 1 to 10000", field="limit")
+        active = await self._context.registry.find(who.tenant, ref)
+        events = await self._context.database.list_events(active.id, after=after, limit=limit)
+        return [event_info(event) for event in events]
+
+    async def follow(self, who: Principal, ref: str, *, after: int) -> AsyncIterator[EventInfo]:
+        """Events after a sequence number, and new ones as they happen."""
+        active = await self._context.registry.find(who.tenant, ref)
+        async for event in self._context.database.follow_events(active.id, after=after):
+            yield event_info(event)

@@ -1,0 +1,224 @@
+"""Operations: verbs as durable, resumable work that no client has to stay for.
+
+Guarantee: an operation is on disk before its first effect, every step is on disk before the next
+begins, and whatever ends the server, the next one takes the operation up again by its verb
+(`bodies`) until it succeeded or failed. A client that goes away changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from sojourn import faultpoints
+from sojourn.database.records import Operation
+from sojourn.database.writes import AppendEvent, FinishOperation, Write
+from sojourn.errors import (
+    Conflict,
+    Interrupted,
+    SessionBusy,
+    SojournError,
+    from_body,
+    to_body,
+)
+from sojourn.server.base import Principal
+from sojourn.server.context import Context
+from sojourn.server.registry import GATE_SECONDS, ActiveSession
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """One execution of an operation: what its body sees.
+
+    `data` is what earlier executions recorded; a body must be able to begin again from it.
+    """
+
+    def __init__(self, context: Context, operation: Operation, active: ActiveSession) -> None:
+        self.context = context
+        self.operation = operation
+        self.active = active
+        self.data: dict[str, Any] = dict(operation.data)
+        self.finished: Any = None
+        self.done = False
+        self.actor = str(operation.request.get("actor", "server"))
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The verb's arguments as they were recorded."""
+        return self.operation.request
+
+    @property
+    def resumed(self) -> bool:
+        """Whether an earlier server process had begun it."""
+        return self.operation.step_number > 0
+
+    async def step(self, step: str, **data: Any) -> None:
+        """Record that a step is done (durably), before the next begins."""
+        faultpoints.reach(f"{self.operation.verb}.{step}.before")
+        self.data.update(data)
+        self.operation = await self.context.database.set_step(self.operation.id, step, data)
+        faultpoints.reach(f"{self.operation.verb}.{step}")
+
+    def finish(self, result: Any) -> FinishOperation:
+        """The write that ends the operation; commit it together with what it did."""
+        self.finished = result
+        self.done = True
+        return FinishOperation(self.operation.id, result=result)
+
+    def event(
+        self,
+        *,
+        result: str = "ok",
+        before: str | None = None,
+        after: str | None = None,
+        session: str | None = None,
+        kind: str | None = None,
+        **details: Any,
+    ) -> AppendEvent:
+        """The write that puts it into the event log."""
+        return AppendEvent(
+            session=session or self.active.id,
+            kind=kind or self.operation.verb,
+            actor=self.actor,
+            result=result,
+            details=details,
+            before=before,
+            after=after,
+            operation=self.operation.id,
+        )
+
+
+Body = Callable[[Run], Awaitable[None]]
+
+
+class Operations:
+    """Begins operations, runs them, and lets callers wait for them."""
+
+    def __init__(self, context: Context, bodies: dict[str, Body]) -> None:
+        self._context = context
+        self._bodies = bodies
+        self._tasks: dict[str, asyncio.Task[Operation]] = {}
+        self._of_session: dict[str, str] = {}
+
+    async def begin(
+        self,
+        who: Principal,
+        active: ActiveSession,
+        verb: str,
+        request: dict[str, Any],
+        key: str | None,
+        *,
+        supersede: bool = False,
+        creates: bool = False,
+        also: Sequence[Write] = (),
+    ) -> Operation:
+        """Begin a verb and run it in the background. A key seen before answers its operation.
+
+        Verbs on one session are serialised: this waits for the one before.
+        Raises SessionBusy when that takes longer than a minute, IdempotencyMismatch.
+        """
+        deadline = asyncio.get_running_loop().time() + GATE_SECONDS
+        while True:
+            try:
+                operation, new = await self._context.database.begin(
+                    tenant=active.session.tenant,
+                    session=active.id,
+                    verb=verb,
+                    request=request | {"actor": who.actor},
+                    server=self._context.server,
+                    key=key,
+                    supersede=supersede,
+                    creates=creates,
+                    also=also,
+                )
+                break
+            except SessionBusy:
+                left = deadline - asyncio.get_running_loop().time()
+                if left <= 0 or not await self.join(active.id, left):
+                    raise
+                # Its task ends a moment after its record does; another caller may be first.
+                await asyncio.sleep(0)
+        if new:
+            faultpoints.reach(f"{verb}.begin")
+            self.run(operation, active)
+        return operation
+
+    def run(self, operation: Operation, active: ActiveSession) -> asyncio.Task[Operation]:
+        """Run (or take up again) an operation in the background."""
+        task = self._context.soon(self._execute(operation, active), f"operation {operation.id}")
+        self._tasks[operation.id] = task
+        self._of_session[active.id] = operation.id
+        task.add_done_callback(lambda _: self._forget(operation.id, active.id))
+        return task
+
+    def _forget(self, operation: str, session: str) -> None:
+        self._tasks.pop(operation, None)
+        if self._of_session.get(session) == operation:
+            del self._of_session[session]
+
+    def current(self, session: str) -> str | None:
+        """The operation under way on a session."""
+        return self._of_session.get(session)
+
+    async def _execute(self, operation: Operation, active: ActiveSession) -> Operation:
+        run = Run(self._context, operation, active)
+        try:
+            await self._bodies[operation.verb](run)
+            faultpoints.reach(f"{operation.verb}.end")
+            if not run.done:
+                raise SojournError(f"the operation {operation.verb} ended without a result")
+        except SojournError as error:
+            return await self._fail(run, error)
+        except Exception as error:
+            log.exception("operation %s (%s) failed", operation.id, operation.verb)
+            return await self._fail(run, SojournError(f"{operation.verb} failed: {error!r}"))
+        return await self._context.database.get_operation(None, operation.id)
+
+    async def _fail(self, run: Run, error: SojournError) -> Operation:
+        database = self._context.database
+        event = run.event(
+            result=error.code,
+            message=error.message,
+            before=run.active.session.head,
+            **error.details,
+        )
+        try:
+            await database.commit([FinishOperation(run.operation.id, error=to_body(error)), event])
+        except Conflict:
+            # A delete took the operation over and ended it already.
+            log.info("operation %s was superseded: %s", run.operation.id, error.message)
+        except SojournError as failure:
+            # The disk may be full: the operation stays unfinished and the next start takes it up.
+            log.error("operation %s cannot be recorded as failed: %s", run.operation.id, failure)
+        return await database.get_operation(None, run.operation.id)
+
+    async def wait(self, operation: str, timeout: float) -> None:
+        """Wait until it is finished or the time is over."""
+        task = self._tasks.get(operation)
+        if task is not None:
+            await asyncio.wait({task}, timeout=timeout)
+
+    async def join(self, session: str, timeout: float) -> bool:
+        """Wait for the session's operation under way; whether it ended."""
+        operation = self._of_session.get(session)
+        task = self._tasks.get(operation) if operation else None
+        if task is None:
+            return True
+        done, _ = await asyncio.wait({task}, timeout=timeout)
+        return bool(done)
+
+    async def complete(self, operation: Operation) -> Operation:
+        """Wait for an operation and raise its error, if it failed."""
+        task = self._tasks.get(operation.id)
+        if task is not None:
+            operation = await asyncio.shield(task)
+        else:
+            operation = await self._context.database.get_operation(None, operation.id)
+        if operation.error is not None:
+            raise from_body(operation.error)
+        if not operation.finished:
+            raise Interrupted(f"operation {operation.id} was left unfinished")
+        return operation

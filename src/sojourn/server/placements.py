@@ -1,0 +1,203 @@
+"""Where sessions run: starting a sandbox for one, and what happens when it is lost.
+
+Guarantee: a session is committed as running only with a sandbox that answers; a sandbox whose
+commit fails is removed; a session whose sandbox died is suspended at its last snapshot, and the
+files the dead sandbox had written are kept as a snapshot beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from sojourn import faultpoints
+from sojourn.database.writes import AppendEvent, InsertSnapshot, Write
+from sojourn.errors import IntegrityError, SandboxLost, SojournError
+from sojourn.lifecycle import lifetime_after, settled_deadline
+from sojourn.model import Session, SessionState, Snapshot, SnapshotKind, new_id
+from sojourn.node.records import SandboxRecord
+from sojourn.server.context import Context
+from sojourn.server.operations import Run
+from sojourn.server.registry import ActiveSession
+from sojourn.server.snapshots import Snapshots
+
+log = logging.getLogger(__name__)
+
+
+def suspended_changes(session: Session) -> dict[str, Any]:
+    """What changes in a session's record when it no longer has a sandbox."""
+    now = time.time()
+    return {
+        "state": SessionState.SUSPENDED,
+        "sandbox": None,
+        "node": None,
+        "idle_deadline": settled_deadline(session, SessionState.SUSPENDED, now),
+        "lifetime_deadline": lifetime_after(session, now),
+    }
+
+
+class Placements:
+    """Starts and replaces the sandboxes of sessions."""
+
+    def __init__(self, context: Context, snapshots: Snapshots) -> None:
+        self._context = context
+        self._snapshots = snapshots
+
+    async def place(
+        self,
+        run: Run,
+        active: ActiveSession,
+        snapshot: Snapshot,
+        changes: dict[str, Any],
+        *also: Write,
+    ) -> Session:
+        """Run a session from a snapshot in a new sandbox, and commit it as running.
+
+        `changes` and `also` go into the same commit. Raises ResumeFailed, IntegrityError,
+        StorageFull, StaleEpoch; the session is as before then, no sandbox is left.
+        """
+        session = active.session
+        record = SandboxRecord(
+            sandbox=new_id("sbx").replace("_", "-"),
+            session=session.id,
+            epoch=session.epoch + 1,
+            driver=session.driver,
+            layers=snapshot.layers,
+            memory=snapshot.memory,
+            config=snapshot.config,
+            limits=session.limits,
+            created_at=time.time(),
+        )
+        verb = run.operation.verb
+        faultpoints.reach(f"{verb}.place")
+        await self._context.agent.start(record)
+        faultpoints.reach(f"{verb}.start")
+        now = time.time()
+        try:
+            updated = await self._context.commit(
+                active,
+                {
+                    "state": SessionState.RUNNING,
+                    "epoch": record.epoch,
+                    "sandbox": record.sandbox,
+                    "node": self._context.node,
+                    "cause": None,
+                    "idle_deadline": settled_deadline(session, SessionState.RUNNING, now),
+                    **changes,
+                },
+                *also,
+            )
+        except BaseException:
+            await self._context.agent.destroy(record.sandbox)
+            raise
+        active.over_quota = None
+        active.dirty = False
+        return updated
+
+    async def lost(self, active: ActiveSession, cause: str) -> None:
+        """Suspend a session whose sandbox died. The caller holds the gate. Idempotent."""
+        session = active.session
+        if session.state not in (SessionState.RUNNING, SessionState.PAUSED):
+            return
+        sandbox = session.sandbox
+        log.warning("session %s lost its sandbox: %s", session.id, cause)
+        writes: list[Write] = []
+        salvaged = await self._salvage(session) if sandbox else None
+        if salvaged is not None:
+            record = await self._snapshots.publish(salvaged, session.tenant)
+            writes.append(InsertSnapshot(record))
+        writes.append(
+            AppendEvent(
+                session=session.id,
+                kind="sandbox.lost",
+                result="sandbox_lost",
+                details={
+                    "cause": cause,
+                    "sandbox": sandbox,
+                    "salvaged": salvaged.id if salvaged else None,
+                },
+                before=session.head,
+                after=session.head,
+            )
+        )
+        await self._context.commit(active, suspended_changes(session) | {"cause": cause}, *writes)
+        if sandbox:
+            self._context.agent.destroy_soon(sandbox)
+
+    async def _salvage(self, session: Session) -> Snapshot | None:
+        """Keep the files a dead sandbox had written: newer than the head, but without memory."""
+        assert session.sandbox is not None
+        try:
+            await self._context.agent.stop(session.sandbox)
+            async with self._context.guard.publishing():
+                layer = await self._context.agent.salvage(session.sandbox)
+                if layer is None:
+                    return None
+                record = self._context.agent.record(session.sandbox)
+                if record is None:
+                    return None
+                return self._snapshots.manifest(
+                    session,
+                    record.config,
+                    [*record.layers, layer],
+                    None,
+                    SnapshotKind.AUTO,
+                    label=f"salvaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}",
+                )
+        except (SojournError, OSError) as error:
+            # The last snapshot is what was promised; this is what can be had beyond it.
+            log.error("nothing could be salvaged of sandbox %s: %s", session.sandbox, error)
+            return None
+
+    async def check(self, active: ActiveSession) -> bool:
+        """Look whether the sandbox lives, and note its loss. The caller must not hold the gate."""
+        if active.state not in (SessionState.RUNNING, SessionState.PAUSED):
+            return False
+        async with active.gate.closed("check"):
+            return await self.check_held(active)
+
+    async def check_held(self, active: ActiveSession) -> bool:
+        """`check` for a caller that holds the gate."""
+        if active.state not in (SessionState.RUNNING, SessionState.PAUSED):
+            return False
+        try:
+            sandbox = self._context.sandbox(active)
+        except SandboxLost as error:
+            await self.lost(active, error.message)
+            return False
+        status = sandbox.status()
+        if status.alive:
+            return True
+        await self.lost(active, status.cause or "the sandbox ended")
+        return False
+
+    async def fail(self, active: ActiveSession, error: SojournError) -> None:
+        """After a failed start: where the stored state is bad, the session is `failed`, and says
+        which snapshot is the newest good one; otherwise it stays as it was, to be tried again."""
+        session = active.session
+        if not isinstance(error, IntegrityError):
+            return
+        good = await self._last_good(session)
+        error.details["last_good"] = good
+        await self._context.commit(
+            active, {"state": SessionState.FAILED, "sandbox": None, "cause": error.message}
+        )
+
+    async def _last_good(self, session: Session) -> str | None:
+        id = session.head
+        while id is not None:
+            try:
+                await asyncio.to_thread(self._check, await self._snapshots.read(id))
+                return id
+            except SojournError:
+                record = await self._context.database.get_snapshot(None, id, hidden=True)
+                id = record.parent
+        return None
+
+    def _check(self, snapshot: Snapshot) -> None:
+        for layer in snapshot.layers:
+            self._context.store.check_layer(layer)
+        if snapshot.memory is not None:
+            self._context.store.verify_image(snapshot.memory)

@@ -1,0 +1,144 @@
+"""The sessions this server is working with: their newest record, and who may touch them when.
+
+Guarantee: lifecycle work on a session is exclusive, commands are not held up by each other, and
+no command enters between the moment a lifecycle operation takes hold and the moment it lets go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from sojourn.database.base import Database
+from sojourn.errors import SessionBusy
+from sojourn.model import Session, SessionState
+
+GATE_SECONDS = 60.0
+
+
+class Gate:
+    """Commands pass while it is open; one lifecycle operation at a time closes it."""
+
+    def __init__(self) -> None:
+        self._holder = asyncio.Lock()
+        self._open = asyncio.Event()
+        self._open.set()
+        self.reason: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a command may pass now."""
+        return self._open.is_set()
+
+    async def passed(self) -> None:
+        """Wait until it is open. Raises SessionBusy after a minute."""
+        if self._open.is_set():
+            return
+        try:
+            async with asyncio.timeout(GATE_SECONDS):
+                await self._open.wait()
+        except TimeoutError:
+            raise SessionBusy(f"the session is held by {self.reason}", verb=self.reason) from None
+
+    @contextlib.asynccontextmanager
+    async def closed(self, reason: str) -> AsyncIterator[None]:
+        """Hold it closed. Waits for the operation before; commands under way go on."""
+        async with self._holder:
+            self._open.clear()
+            self.reason = reason
+            try:
+                yield
+            finally:
+                self.reason = None
+                self._open.set()
+
+
+class ActiveSession:
+    """A session with its newest record and its gate.
+
+    `turns` counts commands under way; `dirty` says that something changed which no look at files
+    shows (interpreter memory); `pending` is the automatic snapshot being taken, if any.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.gate = Gate()
+        self.turns = 0
+        self.dirty = False
+        self.bracket: str | None = None
+        self.pending: asyncio.Task[None] | None = None
+        self.doomed = False
+        self.over_quota: int | None = None
+
+    @property
+    def id(self) -> str:
+        """The session's id."""
+        return self.session.id
+
+    @property
+    def state(self) -> SessionState:
+        """The session's state as last committed."""
+        return self.session.state
+
+
+class Registry:
+    """Sessions by id and by name, read through to the database.
+
+    This server is the database's only writer of sessions (it holds the data directory's lock), so
+    a record it holds is the newest one.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._by_id: dict[str, ActiveSession] = {}
+        self._by_name: dict[tuple[str, str], str] = {}
+
+    async def find(self, tenant: str | None, ref: str) -> ActiveSession:
+        """A live session by id or name. Raises SessionNotFound."""
+        known = self._by_id.get(ref)
+        if known is None and tenant is not None:
+            known = self._by_id.get(self._by_name.get((tenant, ref), ""))
+        if (
+            known is not None
+            and known.state is not SessionState.DELETED
+            and (tenant is None or known.session.tenant == tenant)
+            and ref in (known.id, known.session.name)
+        ):
+            return known
+        return self.hold(await self._database.get_session(tenant, ref))
+
+    def hold(self, session: Session) -> ActiveSession:
+        """The one active object of a session; `session` becomes its record when it is new."""
+        active = self._by_id.get(session.id)
+        if active is None:
+            active = self._by_id[session.id] = ActiveSession(session)
+        self._name(active)
+        return active
+
+    def update(self, session: Session) -> None:
+        """Note a newly committed record."""
+        active = self.hold(session)
+        old = active.session.name
+        active.session = session
+        if old is not None and old != session.name:
+            self._by_name.pop((session.tenant, old), None)
+        self._name(active)
+        if session.state is SessionState.DELETED:
+            self.drop(active)
+
+    def _name(self, active: ActiveSession) -> None:
+        session = active.session
+        if session.name is not None and session.state is not SessionState.DELETED:
+            self._by_name[(session.tenant, session.name)] = session.id
+
+    def drop(self, active: ActiveSession) -> None:
+        """Forget a deleted session."""
+        self._by_id.pop(active.id, None)
+        name = active.session.name
+        if name is not None and self._by_name.get((active.session.tenant, name)) == active.id:
+            del self._by_name[(active.session.tenant, name)]
+
+    def all(self) -> list[ActiveSession]:
+        """Every session held."""
+        return list(self._by_id.values())

@@ -1,0 +1,151 @@
+"""Wiring: from a data directory to a running session service.
+
+Guarantee: one server at a time owns a data directory (a lock that a killed process cannot leave
+behind); what is opened is closed again in reverse, also when a later part fails to open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from sojourn.database import open_database
+from sojourn.database.base import Database
+from sojourn.database.records import Role
+from sojourn.errors import HostUnfit, NotFound
+from sojourn.node import tools
+from sojourn.node.agent import NodeAgent
+from sojourn.node.isolation.base import Driver
+from sojourn.node.isolation.bubblewrap import BubblewrapDriver
+from sojourn.node.isolation.gvisor import GVisorDriver
+from sojourn.server.context import Context, Template
+from sojourn.server.sessions import Sessions
+from sojourn.store.local import LocalStore
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TENANT = "default"
+
+
+@contextlib.contextmanager
+def data_lock(data: Path) -> Iterator[None]:
+    """Own a data directory; the kernel lets go of it when the process ends, however it ends.
+
+    Raises HostUnfit when another server owns it.
+    """
+    descriptor = os.open(data / "server.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HostUnfit(
+                f"another server uses the data directory {data}",
+                next_step="Stop it, or give this one another directory (--data).",
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def make_drivers(data: Path) -> dict[str, Driver]:
+    """The drivers this host can run, the default one first. Raises HostUnfit when there is none."""
+    # Two servers on one machine share cgroups and runtime directories: the scope, made from the
+    # data directory, keeps them apart and is the same after a restart.
+    scope = hashlib.blake2b(os.fsencode(data.resolve()), digest_size=6).hexdigest()
+    drivers: dict[str, Driver] = {}
+    reasons = []
+    try:
+        drivers["gvisor"] = GVisorDriver(tools.runsc_path(), data / "gvisor", scope)
+    except HostUnfit as error:
+        reasons.append(error.message)
+    bwrap = shutil.which("bwrap")
+    if bwrap is not None:
+        drivers["bubblewrap"] = BubblewrapDriver(Path(bwrap), data / "bubblewrap", scope)
+    if not drivers:
+        raise HostUnfit(f"no isolation driver works here: {'; '.join(reasons)}")
+    return drivers
+
+
+def _templates(store: LocalStore) -> list[Template]:
+    found = []
+    for name in tools.template_names():
+        root = tools.template_root(name)
+        layer = store.adopt_template(root, name)
+        found.append(Template(name=name, layer=layer, created_at=root.stat().st_mtime))
+    if not found:
+        raise HostUnfit("there is no template", next_step="Run `sojourn setup`.")
+    return found
+
+
+@contextlib.asynccontextmanager
+async def open_service(data: Path) -> AsyncIterator[Sessions]:
+    """A running session service over a data directory, which is made when it is new.
+
+    Raises HostUnfit, IntegrityError, StorageFull.
+    """
+    if os.geteuid() != 0:
+        raise HostUnfit("the node agent must run as root", next_step="Run it as root.")
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    data = data.resolve()
+    with data_lock(data):
+        database = await open_database(data / "sojourn.db")
+        try:
+            await _token(database, data)
+            store = await asyncio.to_thread(LocalStore, data / "store")
+            templates = await asyncio.to_thread(_templates, store)
+            drivers = await asyncio.to_thread(make_drivers, data)
+            agent = NodeAgent(
+                data / "sandboxes",
+                store,
+                drivers,
+                tools.supervisor_path(),
+                default_driver=next(iter(drivers)),
+            )
+            for template in templates:
+                agent.trust_template(template.layer)
+            context = Context(
+                database=database,
+                store=store,
+                agent=agent,
+                templates=templates,
+                server=await database.server_id(),
+            )
+            service = Sessions(context)
+            await service.start()
+        except BaseException:
+            await database.close()
+            raise
+        try:
+            yield service
+        finally:
+            await service.stop()
+
+
+async def _token(database: Database, data: Path) -> None:
+    """Make the operator's token on the first start, readable by the owner alone."""
+    path = data / "token"
+    if path.exists():
+        return
+    try:
+        tenant = await database.get_tenant(DEFAULT_TENANT)
+    except NotFound:
+        tenant = await database.create_tenant(DEFAULT_TENANT)
+    secret = secrets.token_urlsafe(32)
+    temporary = data / ".token.new"
+    descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(secret + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    # The token is valid before it can be read: whoever finds the file can use it.
+    await database.create_token(tenant.id, Role.OPERATOR, label="operator", secret=secret)
+    temporary.rename(path)

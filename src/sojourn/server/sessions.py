@@ -1,0 +1,643 @@
+"""The session service: what the routes call, joined from its parts.
+
+Guarantee: tenant, names, bounds and states are checked here before an operation begins, so a
+refused request has changed nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import time
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from sojourn.database.records import Operation, OperationState, Role
+from sojourn.database.writes import AppendEvent, InsertSession, UpdateSession
+from sojourn.errors import (
+    Conflict,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    SessionNotFound,
+    SnapshotNotFound,
+    SojournError,
+    Unauthenticated,
+    WrongState,
+)
+from sojourn.lifecycle import first_deadlines, kept_alive, policy_deadlines
+from sojourn.model import Limits, Policy, Session, SessionState, new_id
+from sojourn.node.guest import Guest
+from sojourn.server.base import Principal
+from sojourn.server.branches import Branches
+from sojourn.server.checks import (
+    MAX_SECONDS,
+    check_limits,
+    check_map,
+    check_name,
+    check_policy,
+)
+from sojourn.server.commands import Commands
+from sojourn.server.context import Context
+from sojourn.server.history import History
+from sojourn.server.operations import Operations
+from sojourn.server.placements import Placements
+from sojourn.server.quotas import Quotas
+from sojourn.server.reconciler import Reconciler
+from sojourn.server.registry import ActiveSession
+from sojourn.server.snapshots import Snapshots
+from sojourn.server.timers import Timers
+from sojourn.server.turns import Turn, Turns
+from sojourn.server.verbs import Verbs
+from sojourn.server.views import operation_info, session_info, snapshot_info
+from sojourn.wire.api import (
+    CodeRequest,
+    CreateSession,
+    DiffInfo,
+    EventInfo,
+    ExecRequest,
+    ExecResult,
+    ForkRequest,
+    OperationInfo,
+    SessionInfo,
+    SessionPage,
+    SnapshotInfo,
+    SnapshotRequest,
+    SpawnRequest,
+    StatusInfo,
+    SuspendRequest,
+    TemplateInfo,
+    TokenInfo,
+    VerifyReport,
+)
+from sojourn.wire.api import (
+    UpdateSession as UpdateRequest,
+)
+from sojourn.wire.code import CodeResult
+from sojourn.wire.guest import Output, ProcessState
+
+MAX_FORKS = 100
+_SESSION_VERBS = {"create", "pause", "suspend", "resume", "rollback", "promote"}
+
+
+class FileTurn:
+    """Access to a session's files as one turn."""
+
+    def __init__(self, turns: Turns, who: Principal, ref: str, what: str, mutates: bool) -> None:
+        kind, _, path = what.partition(" ")
+        frees = kind in ("files.remove", "files.move")
+        if mutates:
+            self._turn = turns.turn(who, ref, kind, frees=frees, path=path)
+        self._mutates = mutates
+        self._turns = turns
+        self._who, self._ref = who, ref
+        self._entered: Turn | None = None
+
+    async def __aenter__(self) -> Guest:
+        if not self._mutates:
+            _, sandbox = await self._turns.running(self._who, self._ref)
+            return sandbox.guest
+        self._entered = await self._turn.__aenter__()
+        return self._entered.sandbox.guest
+
+    async def __aexit__(self, *exc: Any) -> None:
+        if self._mutates:
+            await self._turn.__aexit__(*exc)
+
+
+class Sessions:
+    """Implements `sojourn.server.base.SessionService`."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._snapshots = Snapshots(context)
+        self._placements = Placements(context, self._snapshots)
+        self._verbs = Verbs(context, self._snapshots, self._placements)
+        self._branches = Branches(context, self._snapshots, self._placements)
+        self._operations = Operations(
+            context,
+            {
+                "create": self._verbs.create,
+                "pause": self._verbs.pause,
+                "resume": self._verbs.resume,
+                "snapshot": self._verbs.snapshot,
+                "suspend": self._verbs.suspend,
+                "delete": self._verbs.delete,
+                "rollback": self._branches.rollback,
+                "fork": self._branches.fork,
+                "promote": self._branches.promote,
+            },
+        )
+        self._turns = Turns(context, self._operations, self._snapshots, self._placements)
+        self._commands = Commands(self._turns)
+        self._history = History(context, self._snapshots, self._turns)
+        self._timers = Timers(context, self._operations, self._placements, Quotas(context))
+
+    # -- start and stop ---------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Recover what an earlier server left, then begin the clockwork."""
+        await Reconciler(self._context, self._operations, self._placements).recover()
+        self._snapshots.collect_soon()
+        self._timers.start()
+
+    async def stop(self) -> None:
+        """Finish what runs, put away the sessions whose policy says so, let go of the others."""
+        await self._timers.stop()
+        who = Principal(tenant="", actor="server stop", role="operator")
+        for active in self._context.registry.all():
+            session = active.session
+            if session.policy.on_stop != "suspend":
+                continue
+            if session.state not in (SessionState.RUNNING, SessionState.PAUSED):
+                continue
+            try:
+                operation = await self._operations.begin(who, active, "suspend", {}, None)
+                await self._operations.complete(operation)
+            except SojournError as error:
+                # It runs on and is adopted by the next server: nothing is lost.
+                await self._context.database.append_event(
+                    AppendEvent(
+                        session=session.id,
+                        kind="server.stop",
+                        result=error.code,
+                        details={"message": error.message},
+                        before=session.head,
+                        after=session.head,
+                    )
+                )
+        await self._context.settle()
+        await self._context.agent.close()
+        await self._context.database.close()
+
+    async def authenticate(self, token: str | None) -> Principal:
+        """Who a token stands for. Raises Unauthenticated."""
+        if not token:
+            raise Unauthenticated("no token was given")
+        known = await self._context.database.verify_token(token)
+        return Principal(tenant=known.tenant, actor=known.label or known.id, role=str(known.role))
+
+    # -- sessions ---------------------------------------------------------------------------
+
+    def _info(self, active: ActiveSession) -> SessionInfo:
+        return session_info(active.session, self._operations.current(active.id))
+
+    async def create(
+        self, who: Principal, request: CreateSession, key: str | None
+    ) -> OperationInfo:
+        """Make a session and start it."""
+        template = self._context.template(request.template)
+        driver = request.driver or self._context.agent.default_driver
+        self._context.agent.driver(driver)
+        limits = check_limits(request.limits or Limits())
+        policy = check_policy(request.policy or Policy())
+        if request.name is not None:
+            check_name(request.name)
+        check_map("labels", request.labels, env=False)
+        check_map("env", request.env, env=True)
+        if request.cwd is not None and not request.cwd.startswith("/"):
+            raise InvalidRequest("cwd must be absolute", field="cwd")
+        now = time.time()
+        idle, lifetime = first_deadlines(policy, now)
+        session = Session(
+            id=new_id("ses"),
+            tenant=who.tenant,
+            name=request.name,
+            labels=request.labels,
+            template=template.name,
+            env=request.env,
+            limits=limits,
+            policy=policy,
+            driver=driver,
+            state=SessionState.CREATING,
+            epoch=0,
+            head=None,
+            parent_session=None,
+            forked_from=None,
+            sandbox=None,
+            node=None,
+            idle_deadline=idle,
+            lifetime_deadline=lifetime,
+            cause=None,
+            created_at=now,
+            updated_at=now,
+        )
+        active = ActiveSession(session)
+        operation = await self._operations.begin(
+            who,
+            active,
+            "create",
+            msgspec.to_builtins(request),
+            key,
+            creates=True,
+            also=[InsertSession(session)],
+        )
+        return await self._operation_info(operation)
+
+    async def get(self, who: Principal, ref: str) -> SessionInfo:
+        """One session."""
+        return self._info(await self._context.registry.find(who.tenant, ref))
+
+    async def list(
+        self,
+        who: Principal,
+        *,
+        state: str | None,
+        labels: dict[str, str],
+        limit: int,
+        cursor: str | None,
+    ) -> SessionPage:
+        """A page of sessions, newest first."""
+        if not 1 <= limit <= 1000:
+            raise InvalidRequest("limit must be 1 to 1000", field="limit")
+        states = None
+        if state is not None:
+            try:
+                states = {SessionState(word) for word in state.split(",")}
+            except ValueError:
+                known = ", ".join(SessionState)
+                raise InvalidRequest(
+                    f"unknown state {state!r} (one of {known})", field="state"
+                ) from None
+        page = await self._context.database.list_sessions(
+            who.tenant, states=states, labels=labels or None, limit=limit, after=cursor
+        )
+        return SessionPage(
+            items=[
+                session_info(session, self._operations.current(session.id))
+                for session in page.items
+            ],
+            next=page.next,
+        )
+
+    async def update(self, who: Principal, ref: str, request: UpdateRequest) -> SessionInfo:
+        """Change name, labels, limits or policy."""
+        active = await self._context.registry.find(who.tenant, ref)
+        changes: dict[str, Any] = {}
+        if request.name is not msgspec.UNSET:
+            changes["name"] = None if request.name is None else check_name(request.name)
+        if request.labels is not msgspec.UNSET:
+            changes["labels"] = check_map("labels", request.labels, env=False)
+        if request.limits is not msgspec.UNSET:
+            changes["limits"] = check_limits(request.limits)
+        async with active.gate.closed("update"):
+            if request.policy is not msgspec.UNSET:
+                policy = check_policy(request.policy)
+                idle, lifetime = policy_deadlines(active.session, policy, time.time())
+                changes |= {"policy": policy, "idle_deadline": idle, "lifetime_deadline": lifetime}
+            if not changes:
+                return self._info(active)
+            if "limits" in changes and active.state in (SessionState.RUNNING, SessionState.PAUSED):
+                sandbox = self._context.sandbox(active)
+                await asyncio.to_thread(
+                    self._context.agent.update_limits, sandbox, changes["limits"]
+                )
+            await self._context.commit(
+                active,
+                changes,
+                AppendEvent(
+                    session=active.id,
+                    kind="update",
+                    actor=who.actor,
+                    result="ok",
+                    details={"fields": sorted(changes)},
+                    before=active.session.head,
+                    after=active.session.head,
+                ),
+            )
+        return self._info(active)
+
+    async def keep_alive(self, who: Principal, ref: str, seconds: float) -> SessionInfo:
+        """Push the idle deadline out; never in."""
+        if not (math.isfinite(seconds) and 0 < seconds <= MAX_SECONDS):
+            raise InvalidRequest("seconds must be a positive number", field="seconds")
+        active = await self._context.registry.find(who.tenant, ref)
+        async with active.gate.closed("keep-alive"):
+            # Deadlines move without passing this object: read the newest.
+            current = await self._context.database.get_session(who.tenant, active.id)
+            deadline = kept_alive(current, time.time(), seconds)
+            if deadline is not None:
+                results = await self._context.database.commit(
+                    [
+                        UpdateSession(
+                            id=active.id,
+                            expect_state={active.state},
+                            expect_epoch=active.session.epoch,
+                            changes={"idle_deadline": deadline},
+                        )
+                    ]
+                )
+                self._context.registry.update(results[0])
+        return self._info(active)
+
+    # -- verbs ------------------------------------------------------------------------------
+
+    async def _verb(
+        self, who: Principal, ref: str, verb: str, request: dict[str, Any], key: str | None
+    ) -> OperationInfo:
+        active = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(active)
+        operation = await self._operations.begin(who, active, verb, request, key)
+        return await self._operation_info(operation)
+
+    async def pause(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
+        """Freeze in memory."""
+        return await self._verb(who, ref, "pause", {}, key)
+
+    async def suspend(
+        self, who: Principal, ref: str, request: SuspendRequest, key: str | None
+    ) -> OperationInfo:
+        """Put away to storage."""
+        return await self._verb(who, ref, "suspend", {"memory": request.memory}, key)
+
+    async def resume(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
+        """Go on."""
+        return await self._verb(who, ref, "resume", {}, key)
+
+    async def snapshot(
+        self, who: Principal, ref: str, request: SnapshotRequest, key: str | None
+    ) -> OperationInfo:
+        """Take a snapshot now."""
+        if request.label is not None and not 1 <= len(request.label) <= 200:
+            raise InvalidRequest("label must be 1 to 200 characters", field="label")
+        return await self._verb(
+            who, ref, "snapshot", {"label": request.label, "memory": request.memory}, key
+        )
+
+    async def rollback(
+        self, who: Principal, ref: str, snapshot: str, key: str | None
+    ) -> OperationInfo:
+        """Continue from another snapshot of the tree."""
+        active = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(active)
+        target = await self._snapshots.resolve(active.session, snapshot)
+        return await self._verb(who, ref, "rollback", {"snapshot": target.id}, key)
+
+    async def fork(
+        self, who: Principal, ref: str, request: ForkRequest, key: str | None
+    ) -> OperationInfo:
+        """Start children from now or from a snapshot."""
+        if not 1 <= request.n <= MAX_FORKS:
+            raise InvalidRequest(f"n must be 1 to {MAX_FORKS}, not {request.n}", field="n")
+        names = request.names
+        if names is not None:
+            if len(names) != request.n or len(set(names)) != len(names):
+                raise InvalidRequest("give as many different names as children", field="names")
+            for name in names:
+                check_name(name)
+        check_map("labels", request.labels, env=False)
+        active = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(active)
+        point = None
+        if request.snapshot is not None:
+            point = (await self._snapshots.resolve(active.session, request.snapshot)).id
+        body = msgspec.to_builtins(request) | {"snapshot": point}
+        operation = await self._operations.begin(who, active, "fork", body, key)
+        return await self._operation_info(operation)
+
+    async def promote(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
+        """Make this fork's state its parent's."""
+        child = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(child)
+        if child.session.parent_session is None:
+            raise WrongState(
+                f"session {child.session.name or child.id} is not a fork",
+                next_step="Only a fork can be promoted.",
+            )
+        try:
+            parent = await self._context.registry.find(who.tenant, child.session.parent_session)
+        except SessionNotFound as error:
+            raise Conflict(
+                f"the session it was forked from ({child.session.parent_session}) was deleted",
+                next_step="Keep the fork as it is.",
+            ) from error
+        await self._turns.settle(parent)
+        operation = await self._operations.begin(who, parent, "promote", {"child": child.id}, key)
+        return await self._operation_info(operation)
+
+    async def delete(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
+        """Remove, from whatever state."""
+        active = await self._context.registry.find(who.tenant, ref)
+        operation = await self._operations.begin(who, active, "delete", {}, key, supersede=True)
+        return await self._operation_info(operation)
+
+    async def _operation_info(self, operation: Operation) -> OperationInfo:
+        if operation.state is not OperationState.SUCCEEDED:
+            return operation_info(operation)
+        result: Any = None
+        if operation.verb == "fork":
+            ids = operation.result["sessions"] if operation.result else []
+            sessions = []
+            for id in ids:
+                try:
+                    sessions.append(
+                        self._info(await self._context.registry.find(operation.tenant, id))
+                    )
+                except SessionNotFound:
+                    continue  # deleted since
+            return msgspec.structs.replace(operation_info(operation), result={"sessions": sessions})
+        if operation.verb in _SESSION_VERBS:
+            try:
+                result = self._info(
+                    await self._context.registry.find(operation.tenant, operation.session)
+                )
+            except SessionNotFound:
+                result = None
+        return operation_info(operation, result)
+
+    async def operation(self, who: Principal, operation: str) -> OperationInfo:
+        """One operation."""
+        return await self._operation_info(
+            await self._context.database.get_operation(who.tenant, operation)
+        )
+
+    async def wait(self, who: Principal, operation: str, timeout: float) -> OperationInfo:
+        """Wait for it, at most `timeout` seconds."""
+        await self._context.database.get_operation(who.tenant, operation)
+        await self._operations.wait(operation, timeout)
+        return await self.operation(who, operation)
+
+    # -- history ----------------------------------------------------------------------------
+
+    async def history(self, who: Principal, ref: str) -> list[SnapshotInfo]:
+        """The tree."""
+        return await self._history.list(who, ref)
+
+    async def diff(
+        self, who: Principal, ref: str, a: str | None, b: str | None, *, text: bool, limit: int
+    ) -> DiffInfo:
+        """What differs between two snapshots."""
+        return await self._history.diff(who, ref, a, b, text=text, limit=limit)
+
+    async def delete_snapshot(self, who: Principal, ref: str, snapshot: str) -> None:
+        """Hide a snapshot now, free it when nothing needs it."""
+        await self._history.remove(who, ref, snapshot)
+
+    async def verify(self, who: Principal, ref: str, snapshot: str | None) -> VerifyReport:
+        """Read and compare every byte."""
+        return await self._history.verify(who, ref, snapshot)
+
+    async def events(self, who: Principal, ref: str, *, after: int, limit: int) -> list[EventInfo]:
+        """The event log."""
+        return await self._history.events(who, ref, after=after, limit=limit)
+
+    def follow_events(self, who: Principal, ref: str, *, after: int) -> AsyncIterator[EventInfo]:
+        """The event log as it grows."""
+        return self._history.follow(who, ref, after=after)
+
+    # -- commands ---------------------------------------------------------------------------
+
+    async def exec(self, who: Principal, ref: str, request: ExecRequest) -> ExecResult:
+        """Run a command to its end."""
+        return await self._commands.exec(who, ref, request)
+
+    def exec_stream(
+        self, who: Principal, ref: str, request: ExecRequest
+    ) -> AsyncIterator[ProcessState | Output]:
+        """Run a command, output as it comes."""
+        return self._commands.exec_stream(who, ref, request)
+
+    async def spawn(self, who: Principal, ref: str, request: SpawnRequest) -> ProcessState:
+        """Start a process that goes on by itself."""
+        return await self._commands.spawn(who, ref, request)
+
+    async def processes(self, who: Principal, ref: str) -> list[ProcessState]:
+        """All processes the supervisor knows."""
+        return await self._commands.processes(who, ref)
+
+    async def process(self, who: Principal, ref: str, process: int) -> ProcessState:
+        """One process."""
+        return await self._commands.process(who, ref, process)
+
+    async def wait_process(
+        self, who: Principal, ref: str, process: int, timeout: float
+    ) -> ProcessState:
+        """Wait for its end."""
+        return await self._commands.wait(who, ref, process, timeout)
+
+    def output(
+        self, who: Principal, ref: str, process: int, offsets: tuple[int, int]
+    ) -> AsyncIterator[Output]:
+        """Its output."""
+        return self._commands.output(who, ref, process, offsets)
+
+    async def write_stdin(self, who: Principal, ref: str, process: int, data: bytes) -> None:
+        """Write to its input."""
+        await self._commands.write_stdin(who, ref, process, data)
+
+    async def close_stdin(self, who: Principal, ref: str, process: int) -> None:
+        """End its input."""
+        await self._commands.close_stdin(who, ref, process)
+
+    async def signal(
+        self, who: Principal, ref: str, process: int, signal: int, group: bool
+    ) -> None:
+        """Send a signal."""
+        await self._commands.signal(who, ref, process, signal, group)
+
+    async def resize(self, who: Principal, ref: str, process: int, rows: int, columns: int) -> None:
+        """Resize its terminal."""
+        await self._commands.resize(who, ref, process, rows, columns)
+
+    async def run_code(self, who: Principal, ref: str, request: CodeRequest) -> CodeResult:
+        """Run code in the persistent interpreter."""
+        return await self._commands.run_code(who, ref, request)
+
+    def files(self, who: Principal, ref: str, what: str, *, mutates: bool) -> FileTurn:
+        """Access to files as one turn."""
+        return FileTurn(self._turns, who, ref, what, mutates)
+
+    async def begin_turn(self, who: Principal, ref: str, label: str | None) -> str:
+        """Begin a group of calls that is one turn."""
+        return await self._turns.begin(who, ref, label)
+
+    async def end_turn(self, who: Principal, ref: str, turn: str) -> SnapshotInfo | None:
+        """End it; the snapshot that was taken."""
+        head = await self._turns.end(who, ref, turn, None)
+        if head is None:
+            return None
+        try:
+            return snapshot_info(await self._context.database.get_snapshot(who.tenant, head), head)
+        except SnapshotNotFound:
+            return None  # removed since
+
+    # -- service ----------------------------------------------------------------------------
+
+    async def templates(self, who: Principal) -> list[TemplateInfo]:
+        """What sessions can start from."""
+        return [
+            TemplateInfo(
+                name=template.name,
+                layer=template.layer.id,
+                bytes=template.layer.bytes,
+                created_at=template.created_at,
+            )
+            for template in self._context.templates.values()
+        ]
+
+    def _operator(self, who: Principal) -> None:
+        if who.role != Role.OPERATOR:
+            raise Forbidden("only the operator manages tokens")
+
+    async def create_token(self, who: Principal, tenant: str) -> TokenInfo:
+        """A token for a tenant, which is made when it is new."""
+        self._operator(who)
+        check_name(tenant)
+        try:
+            owner = await self._context.database.get_tenant(tenant)
+        except NotFound:
+            owner = await self._context.database.create_tenant(tenant)
+        token, secret = await self._context.database.create_token(
+            owner.id, Role.TENANT, label=tenant
+        )
+        return TokenInfo(
+            id=token.id,
+            tenant=owner.name,
+            role=str(token.role),
+            created_at=token.created_at,
+            token=secret,
+        )
+
+    async def tokens(self, who: Principal) -> list[TokenInfo]:
+        """All tokens, without their secrets."""
+        self._operator(who)
+        names = {tenant.id: tenant.name for tenant in await self._context.database.list_tenants()}
+        return [
+            TokenInfo(
+                id=token.id,
+                tenant=names.get(token.tenant, token.tenant),
+                role=str(token.role),
+                created_at=token.created_at,
+            )
+            for token in await self._context.database.list_tokens()
+            if token.revoked_at is None
+        ]
+
+    async def revoke_token(self, who: Principal, token: str) -> None:
+        """End a token's validity at once."""
+        self._operator(who)
+        if not await self._context.database.revoke_token(token):
+            raise NotFound(f"there is no valid token {token!r}")
+
+    async def status(self, who: Principal) -> StatusInfo:
+        """The server at a glance."""
+        context = self._context
+        tenant = None if who.role == Role.OPERATOR else who.tenant
+        counts = await context.database.count_sessions(tenant)
+        directory = context.agent.directory
+        usage = shutil.disk_usage(directory)
+        return StatusInfo(
+            version=version("sojourn"),
+            node=context.node,
+            drivers={
+                name: sorted(driver.capabilities) for name, driver in context.agent.drivers.items()
+            },
+            sessions={str(state): count for state, count in counts.items()},
+            sandboxes=context.agent.count,
+            disk_free_bytes=usage.free,
+            store_bytes=await asyncio.to_thread(context.store.total_bytes),
+        )

@@ -1,0 +1,295 @@
+"""Snapshots of sessions: from what a node captured to a row in the tree, and back out again.
+
+Guarantee: a row appears only after everything it refers to is safe on disk; what a row, a sandbox
+or a running capture refers to is never collected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from sojourn.database.records import SnapshotRecord
+from sojourn.database.writes import AppendEvent, InsertSnapshot, LinkEvent, Write
+from sojourn.errors import (
+    CaptureRefused,
+    Conflict,
+    IntegrityError,
+    SnapshotNotFound,
+    SojournError,
+)
+from sojourn.model import LayerRef, MemoryRef, Session, Snapshot, SnapshotKind, new_id
+from sojourn.model.snapshots import SnapshotConfig
+from sojourn.node import captures
+from sojourn.node.captures import Captured
+from sojourn.node.isolation.base import Capability
+from sojourn.server.context import Context
+from sojourn.server.registry import ActiveSession
+from sojourn.store.fingerprints import fingerprint
+
+log = logging.getLogger(__name__)
+
+
+class Snapshots:
+    """Makes, finds, thins and removes snapshots."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._collecting: asyncio.Task[Any] | None = None
+        self._collect_again = False
+
+    # -- make -------------------------------------------------------------------------------
+
+    def manifest(
+        self,
+        session: Session,
+        config: SnapshotConfig,
+        layers: list[LayerRef],
+        memory: MemoryRef | None,
+        kind: SnapshotKind,
+        *,
+        label: str | None = None,
+        parent: str | None = None,
+    ) -> Snapshot:
+        """The manifest of a new snapshot under the session's head (or `parent`)."""
+        return Snapshot(
+            id=new_id("snp"),
+            session=session.id,
+            parent=parent if parent is not None else session.head,
+            kind=kind,
+            label=label,
+            created_at=time.time(),
+            layers=layers,
+            memory=memory,
+            config=config,
+            fingerprint=fingerprint(layers, memory, config),
+        )
+
+    async def publish(self, snapshot: Snapshot, tenant: str) -> SnapshotRecord:
+        """Write the manifest durably; the record to be committed comes back."""
+        await asyncio.to_thread(self._context.store.publish_snapshot, snapshot)
+        memory = snapshot.memory
+        return SnapshotRecord(
+            id=snapshot.id,
+            session=snapshot.session,
+            tenant=tenant,
+            parent=snapshot.parent,
+            kind=snapshot.kind,
+            label=snapshot.label,
+            created_at=snapshot.created_at,
+            fingerprint=snapshot.fingerprint,
+            has_memory=memory is not None,
+            memory_bytes=memory.bytes if memory else 0,
+            layer_bytes=sum(layer.bytes for layer in snapshot.layers[1:]),
+            layers=[layer.id for layer in snapshot.layers],
+            image=memory.id if memory else None,
+        )
+
+    async def take(
+        self,
+        active: ActiveSession,
+        kind: SnapshotKind,
+        *,
+        label: str | None = None,
+        memory: bool = True,
+        also: tuple[Write, ...] = (),
+        turn: int | None = None,
+        actor: str = "server",
+        move_head: bool = True,
+    ) -> Snapshot:
+        """Snapshot a running or paused session and make it the head, in one commit with `also`.
+
+        The caller holds the session's gate. Raises CaptureRefused, StorageFull, SandboxLost.
+        """
+        session = active.session
+        sandbox = self._context.sandbox(active)
+        memory = memory and sandbox.has(Capability.LIVE_CHECKPOINT)
+        async with self._context.guard.publishing():
+            captured = await captures.capture_live(sandbox, memory=memory)
+            snapshot = self.manifest(
+                session,
+                sandbox.record.config,
+                captured.layers,
+                captured.memory,
+                kind,
+                label=label,
+            )
+            record = await self.publish(snapshot, session.tenant)
+            writes: list[Write] = [InsertSnapshot(record), *also]
+            if turn is not None:
+                writes.append(LinkEvent(active.id, turn, session.head, snapshot.id))
+            else:
+                writes.append(
+                    AppendEvent(
+                        session=active.id,
+                        kind="snapshot",
+                        actor=actor,
+                        result="ok",
+                        details={"kind": str(kind), "label": label, "memory": memory},
+                        before=session.head,
+                        after=snapshot.id,
+                    )
+                )
+            changes = {"head": snapshot.id} if move_head else {"updated_at": time.time()}
+            # The snapshot itself is on disk already; its row may follow the log's own pace where
+            # nobody waits for it.
+            await self._context.commit(active, changes, *writes)
+        active.dirty = False
+        if kind is SnapshotKind.AUTO:
+            self._context.soon(self.thin(active), f"thin {active.id}")
+        return snapshot
+
+    async def take_or_files_only(self, active: ActiveSession, **options: Any) -> Snapshot:
+        """Like `take`; what memory cannot be taken of is at least kept as files."""
+        try:
+            return await self.take(active, SnapshotKind.AUTO, **options)
+        except CaptureRefused as error:
+            self._context.database.append_event(
+                AppendEvent(
+                    session=active.id,
+                    kind="snapshot.refused",
+                    result=error.code,
+                    details={"message": error.message, **error.details},
+                    before=active.session.head,
+                )
+            )
+            return await self.take(active, SnapshotKind.AUTO, **(options | {"memory": False}))
+
+    def captured(self, snapshot: Snapshot) -> Captured:
+        """What a snapshot holds, to make another one of the same content."""
+        return Captured(layers=snapshot.layers, memory=snapshot.memory)
+
+    # -- find -------------------------------------------------------------------------------
+
+    async def tree(self, session: Session) -> list[SnapshotRecord]:
+        """The session's snapshots and all they descend from, parents before children."""
+        database = self._context.database
+        own = await database.list_snapshots(session.id)
+        known = {record.id for record in own}
+        before: list[SnapshotRecord] = []
+        wanted = [record.parent for record in own] + [session.head]
+        while wanted:
+            id = wanted.pop()
+            if id is None or id in known:
+                continue
+            record = await database.get_snapshot(session.tenant, id, hidden=True)
+            known.add(id)
+            before.append(record)
+            wanted.append(record.parent)
+        before.sort(key=lambda record: (record.created_at, record.id))
+        return [record for record in before if not record.hidden or record.id == session.head] + own
+
+    async def resolve(self, session: Session, ref: str) -> SnapshotRecord:
+        """A snapshot of the session's tree by id or label (the newest with that label).
+
+        Raises SnapshotNotFound.
+        """
+        tree = await self.tree(session)
+        for record in tree:
+            if record.id == ref:
+                return record
+        for record in reversed(tree):
+            if record.label == ref:
+                return record
+        raise SnapshotNotFound(
+            f"session {session.name or session.id} has no snapshot {ref!r}", snapshot=ref
+        )
+
+    async def read(self, snapshot: str) -> Snapshot:
+        """The manifest. Raises SnapshotNotFound, IntegrityError."""
+        return await asyncio.to_thread(self._context.store.read_snapshot, snapshot)
+
+    async def head(self, session: Session) -> Snapshot:
+        """The head's manifest. Raises IntegrityError."""
+        if session.head is None:
+            raise IntegrityError(f"session {session.id} has no snapshot", object=session.id)
+        try:
+            return await self.read(session.head)
+        except SnapshotNotFound as error:
+            raise IntegrityError(
+                f"the manifest of snapshot {session.head} is gone",
+                object=f"snapshot {session.head}",
+            ) from error
+
+    # -- thin and remove --------------------------------------------------------------------
+
+    async def thin(self, active: ActiveSession) -> None:
+        """Drop memory images of the oldest automatic snapshots beyond the policy's bytes."""
+        session = active.session
+        records = await self._context.database.list_snapshots(session.id)
+        images = [
+            record
+            for record in records
+            if record.kind is SnapshotKind.AUTO
+            and record.label is None
+            and record.has_memory
+            and record.id != session.head
+        ]
+        over = sum(record.memory_bytes for record in images) - session.policy.auto_memory_bytes
+        for record in images:
+            if over <= 0:
+                break
+            try:
+                async with active.gate.closed("thin"):
+                    if record.id == active.session.head:
+                        continue
+                    thinned = await asyncio.to_thread(self._context.store.drop_memory, record.id)
+                    await self._context.database.update_snapshot(
+                        record.id,
+                        has_memory=False,
+                        memory_bytes=0,
+                        image=None,
+                        thinned=True,
+                        fingerprint=thinned.fingerprint,
+                    )
+            except SnapshotNotFound:
+                continue  # removed meanwhile
+            over -= record.memory_bytes
+            self.collect_soon()
+
+    async def remove(self, record: SnapshotRecord) -> None:
+        """Remove a snapshot for the user now; what it shares or carries is freed when it can be."""
+        await self._context.database.update_snapshot(record.id, hidden=True)
+        self.collect_soon()
+
+    def collect_soon(self) -> None:
+        """Remove in the background what nothing refers to any more."""
+        if self._collecting is not None and not self._collecting.done():
+            self._collect_again = True
+            return
+        self._collecting = self._context.soon(self._collect_logged(), "collect")
+
+    async def _collect_logged(self) -> None:
+        while True:
+            self._collect_again = False
+            try:
+                await self.collect()
+            except (SojournError, OSError) as error:
+                # Nothing is lost by keeping too much; the next removal or start tries again.
+                log.error("collection stopped: %s", error)
+                return
+            if not self._collect_again:
+                return
+
+    async def collect(self) -> int:
+        """Remove rows, manifests, layers and images that nothing refers to; the bytes freed."""
+        context = self._context
+        removed = 1
+        while removed:
+            removed = 0
+            for record in await context.database.removable_snapshots():
+                # The row goes first: a manifest without a row is unreachable and harmless, a row
+                # without a manifest would be a promise that cannot be kept.
+                try:
+                    await context.database.delete_snapshot(record.id)
+                except Conflict:
+                    continue  # something began to need it just now
+                await asyncio.to_thread(context.store.delete_snapshot, record.id)
+                removed += 1
+        async with context.guard.collecting():
+            references = await context.database.references()
+            live = references.layers | references.images | context.agent.in_use()
+            live |= {template.layer.id for template in context.templates.values()}
+            return await asyncio.to_thread(context.store.collect, live)

@@ -1,0 +1,140 @@
+"""What happens by itself: deadlines, watching for lost sandboxes and full sessions, retention.
+
+Guarantee: a deadline that came while no server ran is acted on at the next start; a failed action
+is tried again later, with growing pauses, and is in the event log once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from sojourn.errors import SessionBusy, SojournError
+from sojourn.lifecycle import Verb, expired
+from sojourn.model import SessionState
+from sojourn.server.base import Principal
+from sojourn.server.context import Context
+from sojourn.server.operations import Operations
+from sojourn.server.placements import Placements
+from sojourn.server.quotas import Quotas
+from sojourn.server.registry import ActiveSession
+
+log = logging.getLogger(__name__)
+
+_DEADLINE_SECONDS = 0.5
+_WATCH_SECONDS = 1.0
+_PRUNE_SECONDS = 600.0
+_RETRY_FIRST, _RETRY_MOST = 5.0, 300.0
+
+
+class Timers:
+    """The server's clockwork."""
+
+    def __init__(
+        self, context: Context, operations: Operations, placements: Placements, quotas: Quotas
+    ) -> None:
+        self._context = context
+        self._operations = operations
+        self._placements = placements
+        self._quotas = quotas
+        self._tasks: list[asyncio.Task[None]] = []
+        self._not_before: dict[str, tuple[float, float]] = {}
+
+    def start(self) -> None:
+        """Begin."""
+        for every, work in (
+            (_DEADLINE_SECONDS, self.deadlines),
+            (_WATCH_SECONDS, self.watch),
+            (_PRUNE_SECONDS, self._prune),
+        ):
+            self._tasks.append(asyncio.create_task(self._repeat(every, work)))
+
+    async def stop(self) -> None:
+        """End, waiting for nothing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    async def _repeat(self, every: float, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except SojournError as error:
+                log.error("%s: %s", work.__name__, error)
+            except OSError as error:
+                log.error("%s: %s", work.__name__, error)
+            await asyncio.sleep(every)
+
+    # -- deadlines --------------------------------------------------------------------------
+
+    async def deadlines(self) -> None:
+        """Suspend or delete the sessions whose time has come."""
+        now = time.time()
+        for session in await self._context.database.due_sessions(now):
+            active = self._context.registry.hold(session)
+            wait, pause = self._not_before.get(session.id, (0.0, _RETRY_FIRST))
+            if wait > now or self._operations.current(session.id) is not None:
+                continue
+            if expired(active.session, now, busy=active.turns > 0) is None:
+                self._busy(active, now)
+                continue
+            self._not_before[session.id] = (now + pause, min(pause * 2, _RETRY_MOST))
+            self._context.soon(self._expire(active, now), f"deadline {session.id}")
+
+    def _busy(self, active: ActiveSession, now: float) -> None:
+        """A session at work is not idle: its deadline moves on with it."""
+        timeout = active.session.policy.idle_timeout
+        if active.turns and timeout is not None:
+            self._context.database.touch_idle(active.id, now + timeout)
+
+    async def _expire(self, active: ActiveSession, now: float) -> None:
+        # The record held here may be older than a deadline that was moved since.
+        current = await self._context.database.get_session(None, active.id)
+        verb = expired(current, now, busy=active.turns > 0)
+        if verb is None:
+            return
+        lifetime = current.lifetime_deadline
+        over = lifetime is not None and lifetime <= now
+        who = Principal(tenant=current.tenant, actor="deadline", role="operator")
+        request = {"force": True} if over else {}
+        try:
+            if verb is Verb.DELETE:
+                operation = await self._operations.begin(
+                    who, active, "delete", {}, None, supersede=True
+                )
+            else:
+                operation = await self._operations.begin(who, active, "suspend", request, None)
+            await self._operations.complete(operation)
+        except SessionBusy:
+            return
+        except SojournError as error:
+            log.warning("session %s could not be put away at its deadline: %s", active.id, error)
+            return
+        self._not_before.pop(active.id, None)
+
+    # -- watching ---------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Notice sandboxes that died and sessions that hold more than they may."""
+        for active in self._context.registry.all():
+            if active.state not in (SessionState.RUNNING, SessionState.PAUSED):
+                continue
+            if not active.gate.is_open:
+                continue
+            try:
+                sandbox = self._context.sandbox(active)
+                status = await asyncio.to_thread(sandbox.status)
+            except SojournError:
+                await self._placements.check(active)
+                continue
+            if not status.alive:
+                await self._placements.check(active)
+                continue
+            if active.state is SessionState.RUNNING:
+                await self._quotas.check(active, sandbox)
+
+    async def _prune(self) -> None:
+        await self._context.database.prune(time.time())

@@ -1,0 +1,273 @@
+"""Turns: commands and file operations, between which automatic snapshots are taken.
+
+Guarantee: a turn enters only a running session (resuming it first where that is allowed), is in
+the event log when it is acknowledged, and when it changed something the next turn begins only
+after its snapshot was taken, so that each turn has its own point to go back to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from sojourn.database.writes import AppendEvent
+from sojourn.errors import (
+    Conflict,
+    DiskQuotaExceeded,
+    SandboxLost,
+    SessionBusy,
+    SojournError,
+    WrongState,
+)
+from sojourn.lifecycle import Command, Verb, decide, idle_deadline
+from sojourn.model import AutoSnapshot, SessionState, new_id
+from sojourn.node.sandboxes import Sandbox
+from sojourn.server.base import Principal
+from sojourn.server.context import Context
+from sojourn.server.operations import Operations
+from sojourn.server.placements import Placements
+from sojourn.server.registry import ActiveSession
+from sojourn.server.snapshots import Snapshots
+
+log = logging.getLogger(__name__)
+
+# How long an automatic snapshot waits for commands that run beside the one that ended.
+_SETTLE_SECONDS = 1.0
+_ENTER_TRIES = 20
+
+
+class Turn:
+    """One turn under way. `details` and `result` go into its event."""
+
+    def __init__(self, active: ActiveSession, sandbox: Sandbox, kind: str, actor: str) -> None:
+        self.active = active
+        self.sandbox = sandbox
+        self.kind = kind
+        self.actor = actor
+        self.details: dict[str, Any] = {}
+        self.result = "ok"
+        self.changes = True
+        self.started = time.time()
+
+
+class Turns:
+    """Lets turns in, and takes the automatic snapshots after them."""
+
+    def __init__(
+        self,
+        context: Context,
+        operations: Operations,
+        snapshots: Snapshots,
+        placements: Placements,
+    ) -> None:
+        self._context = context
+        self._operations = operations
+        self._snapshots = snapshots
+        self._placements = placements
+
+    # -- enter ------------------------------------------------------------------------------
+
+    async def running(self, who: Principal, ref: str) -> tuple[ActiveSession, Sandbox]:
+        """The session with its sandbox, resumed first when it sleeps and its policy allows it.
+
+        Raises SessionNotFound, WrongState, SessionBusy and what a failed resume raises.
+        """
+        active = await self._context.registry.find(who.tenant, ref)
+        for _ in range(_ENTER_TRIES):
+            await active.gate.passed()
+            if active.pending is not None and active.turns == 0:
+                # The snapshot of the turn before comes first.
+                await asyncio.wait({active.pending})
+                continue
+            if active.state is SessionState.RUNNING:
+                try:
+                    sandbox = self._context.sandbox(active)
+                except SandboxLost:
+                    await self._placements.check(active)
+                    continue
+                self._touch(active)
+                return active, sandbox
+            await self._wake(who, active)
+        raise SessionBusy(f"session {active.id} does not come to rest", state=str(active.state))
+
+    async def _wake(self, who: Principal, active: ActiveSession) -> None:
+        if self._operations.current(active.id) is not None:
+            # Whatever is under way may well leave it running.
+            await self._operations.join(active.id, 60.0)
+            if active.state is SessionState.RUNNING:
+                return
+        decide(active.session, Command(Verb.EXEC))
+        try:
+            operation = await self._operations.begin(who, active, "resume", {"auto": True}, None)
+        except SessionBusy:
+            return  # another verb came first; look again
+        await self._operations.complete(operation)
+
+    def _touch(self, active: ActiveSession) -> None:
+        deadline = idle_deadline(active.session.policy, active.session.idle_deadline, time.time())
+        if deadline is not None:
+            self._context.database.touch_idle(active.id, deadline)
+
+    @contextlib.asynccontextmanager
+    async def turn(
+        self, who: Principal, ref: str, kind: str, *, frees: bool = False, **details: Any
+    ) -> AsyncIterator[Turn]:
+        """Around one turn. `frees` lets it in although the session is over its disk limit."""
+        active, sandbox = await self.running(who, ref)
+        if active.over_quota is not None and not frees:
+            raise DiskQuotaExceeded(
+                f"the session holds {active.over_quota} bytes of files, its limit is"
+                f" {active.session.limits.disk_bytes}",
+                used=active.over_quota,
+                limit=active.session.limits.disk_bytes,
+            )
+        turn = Turn(active, sandbox, kind, who.actor)
+        turn.details.update(details)
+        active.turns += 1
+        try:
+            yield turn
+        except SojournError as error:
+            turn.result = error.code
+            if isinstance(error, SandboxLost):
+                self._context.soon(self._placements.check(active), f"check {active.id}")
+                await self._explain(active, error)
+            raise
+        except BaseException:
+            turn.result = "interrupted"
+            raise
+        finally:
+            active.turns -= 1
+            await self._ended(turn)
+
+    async def _explain(self, active: ActiveSession, error: SandboxLost) -> None:
+        """Say why the sandbox died, where the host can tell."""
+        with contextlib.suppress(SojournError):
+            cause = await asyncio.to_thread(self._context.sandbox(active).status)
+            if not cause.alive and cause.cause:
+                error.message = f"the sandbox ended: {cause.cause}"
+                error.details["cause"] = cause.cause
+
+    # -- leave ------------------------------------------------------------------------------
+
+    async def _ended(self, turn: Turn) -> None:
+        active = turn.active
+        self._touch(active)
+        event = self._context.database.append_event(
+            AppendEvent(
+                session=active.id,
+                kind=turn.kind,
+                actor=turn.actor,
+                result=turn.result,
+                details=turn.details | {"seconds": round(time.time() - turn.started, 6)},
+                before=active.session.head,
+                after=active.session.head,
+            )
+        )
+        wanted = (
+            turn.changes
+            and active.session.policy.auto_snapshot is AutoSnapshot.TURN
+            and active.bracket is None
+            and active.state is SessionState.RUNNING
+        )
+        if wanted and active.pending is None:
+            active.pending = self._context.soon(
+                self._after_turn(active, event), f"automatic snapshot {active.id}"
+            )
+        await event
+
+    async def _after_turn(self, active: ActiveSession, event: asyncio.Future[int]) -> None:
+        try:
+            if active.turns:
+                await self._settled(active)
+            turn = await event
+            async with active.gate.closed("automatic snapshot"):
+                await self.snapshot_if_changed(active, turn)
+        except (SandboxLost, Conflict) as error:
+            log.info("no automatic snapshot of %s: %s", active.id, error)
+            self._context.soon(self._placements.check(active), f"check {active.id}")
+        except SojournError as error:
+            log.warning("no automatic snapshot of %s: %s", active.id, error)
+            with contextlib.suppress(SojournError):
+                await self._context.database.append_event(
+                    AppendEvent(
+                        session=active.id,
+                        kind="snapshot.failed",
+                        result=error.code,
+                        details={"message": error.message, **error.details},
+                        before=active.session.head,
+                        after=active.session.head,
+                    )
+                )
+        finally:
+            active.pending = None
+
+    async def _settled(self, active: ActiveSession) -> None:
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while active.turns and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+
+    async def snapshot_if_changed(self, active: ActiveSession, turn: int | None) -> bool:
+        """Take an automatic snapshot when something changed. The caller holds the gate."""
+        if active.state is not SessionState.RUNNING:
+            return False
+        sandbox = self._context.sandbox(active)
+        if not active.dirty and not await sandbox.changed():
+            return False
+        await self._snapshots.take_or_files_only(active, turn=turn)
+        return True
+
+    async def settle(self, active: ActiveSession) -> None:
+        """Wait for the automatic snapshot of the last turn, so that the head is the present."""
+        while active.pending is not None:
+            await asyncio.wait({active.pending})
+
+    # -- bracketed groups -------------------------------------------------------------------
+
+    async def begin(self, who: Principal, ref: str, label: str | None) -> str:
+        """Begin a group of calls that counts as one turn. Raises Conflict inside another."""
+        active, _ = await self.running(who, ref)
+        if active.bracket is not None:
+            raise Conflict(
+                f"session {active.id} is inside turn {active.bracket}",
+                next_step="End that turn first.",
+            )
+        active.bracket = new_id("trn")
+        await self._context.database.append_event(
+            AppendEvent(
+                session=active.id,
+                kind="turn.begin",
+                actor=who.actor,
+                result="ok",
+                details={"turn": active.bracket, "label": label},
+                before=active.session.head,
+            )
+        )
+        return active.bracket
+
+    async def end(self, who: Principal, ref: str, turn: str, label: str | None) -> str | None:
+        """End a group; the snapshot taken, or None when nothing had changed."""
+        active = await self._context.registry.find(who.tenant, ref)
+        if active.bracket != turn:
+            raise WrongState(f"session {active.id} is not inside turn {turn}")
+        active.bracket = None
+        before = active.session.head
+        sequence = await self._context.database.append_event(
+            AppendEvent(
+                session=active.id,
+                kind="turn.end",
+                actor=who.actor,
+                result="ok",
+                details={"turn": turn, "label": label},
+                before=before,
+                after=before,
+            )
+        )
+        if active.session.policy.auto_snapshot is AutoSnapshot.OFF:
+            return None
+        async with active.gate.closed("automatic snapshot"):
+            taken = await self.snapshot_if_changed(active, sequence)
+        return active.session.head if taken else None

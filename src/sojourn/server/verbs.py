@@ -1,0 +1,343 @@
+"""The verbs of one session: create, pause, suspend, resume, snapshot, delete.
+
+Guarantee: each body can begin again after a crash from what its steps recorded, and ends in one
+commit that changes the session, the tree, the operation and the event log together. A suspend
+that was not sealed leaves the session running; one that was sealed is finished, not undone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import msgspec
+
+from sojourn import faultpoints
+from sojourn.database.writes import InsertSnapshot
+from sojourn.errors import (
+    CaptureRefused,
+    SandboxLost,
+    SojournError,
+    StorageFull,
+    Unsupported,
+    WrongState,
+)
+from sojourn.lifecycle import Command, Verb, decide, settled_deadline
+from sojourn.model import LayerRef, SessionState, Snapshot, SnapshotKind
+from sojourn.model.snapshots import SnapshotConfig
+from sojourn.node import captures
+from sojourn.node.isolation.base import Capability
+from sojourn.server.context import Context
+from sojourn.server.operations import Run
+from sojourn.server.placements import Placements, suspended_changes
+from sojourn.server.snapshots import Snapshots
+from sojourn.server.views import snapshot_info
+
+log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+_LIVE = (SessionState.RUNNING, SessionState.PAUSED)
+
+
+class SealPlan(msgspec.Struct, frozen=True):
+    """What is left to do of a sealed sandbox: recorded before it is ended."""
+
+    sandbox: str
+    snapshot: Snapshot
+    layer: LayerRef | None
+
+
+class Verbs:
+    """Bodies of operations on a single session."""
+
+    def __init__(self, context: Context, snapshots: Snapshots, placements: Placements) -> None:
+        self._context = context
+        self._snapshots = snapshots
+        self._placements = placements
+
+    # -- create -----------------------------------------------------------------------------
+
+    async def create(self, run: Run) -> None:
+        """Start a session from its template; its first snapshot is the template itself."""
+        active = run.active
+        async with active.gate.closed("create"):
+            session = active.session
+            if session.state is not SessionState.CREATING:
+                raise WrongState(f"session {session.id} is {session.state} already")
+            template = self._context.template(session.template)
+            config = SnapshotConfig(
+                template=template.name,
+                env=session.env,
+                user=run.request.get("user") or "root",
+                cwd=run.request.get("cwd") or "/root",
+                hostname=session.name or "sandbox",
+            )
+            base = self._snapshots.manifest(
+                session, config, [template.layer], None, SnapshotKind.BASE
+            )
+            try:
+                record = await self._snapshots.publish(base, session.tenant)
+                await self._placements.place(
+                    run,
+                    active,
+                    base,
+                    {"head": base.id},
+                    InsertSnapshot(record),
+                    run.finish(None),
+                    run.event(after=base.id, template=session.template, name=session.name),
+                )
+            except SojournError as error:
+                await self._context.commit(
+                    active,
+                    {"state": SessionState.FAILED, "cause": error.message, "sandbox": None},
+                )
+                raise
+
+    # -- pause and resume -------------------------------------------------------------------
+
+    async def pause(self, run: Run) -> None:
+        """Freeze in memory. What streams ends typed, to be attached again."""
+        active = run.active
+        async with active.gate.closed("pause"):
+            if active.state is SessionState.PAUSED:
+                await self._done(run, {})
+                return
+            decide(active.session, Command(Verb.PAUSE))
+            if not await self._placements.check_held(active):
+                raise SandboxLost(f"the sandbox had ended: {active.session.cause}")
+            sandbox = self._context.sandbox(active)
+            if not sandbox.has(Capability.FREEZE):
+                raise Unsupported(f"driver {sandbox.driver.name} cannot freeze on this host")
+            await sandbox.freeze()
+            faultpoints.reach("pause.freeze")
+            try:
+                await self._done(run, {"state": SessionState.PAUSED})
+            except SojournError:
+                await sandbox.thaw()
+                raise
+            await sandbox.guest.interrupt("the session was paused")
+
+    async def resume(self, run: Run) -> None:
+        """Go on where the session stopped: thaw, or start from the head snapshot."""
+        active = run.active
+        async with active.gate.closed("resume"):
+            if active.state is SessionState.RUNNING and await self._placements.check_held(active):
+                await self._done(run, {})
+                return
+            if active.state is SessionState.PAUSED and await self._placements.check_held(active):
+                try:
+                    await self._context.sandbox(active).thaw()
+                except SandboxLost as error:
+                    await self._placements.lost(active, error.message)
+                else:
+                    faultpoints.reach("resume.thaw")
+                    now = time.time()
+                    deadline = settled_deadline(active.session, SessionState.RUNNING, now)
+                    await self._done(
+                        run, {"state": SessionState.RUNNING, "idle_deadline": deadline}
+                    )
+                    return
+            decide(active.session, Command(Verb.RESUME))
+            session = active.session
+            try:
+                head = await self._snapshots.head(session)
+                await self._placements.place(
+                    run,
+                    active,
+                    head,
+                    {},
+                    run.finish(None),
+                    run.event(before=session.head, after=session.head),
+                )
+            except SojournError as error:
+                await self._placements.fail(active, error)
+                raise
+
+    async def _done(self, run: Run, changes: dict[str, Any]) -> None:
+        """Finish a verb that keeps the head."""
+        head = run.active.session.head
+        await self._context.commit(
+            run.active,
+            changes or {"updated_at": time.time()},
+            run.finish(None),
+            run.event(before=head, after=head),
+        )
+
+    # -- snapshot ---------------------------------------------------------------------------
+
+    async def snapshot(self, run: Run) -> None:
+        """Take a snapshot now; of a suspended session, give its state another label."""
+        active = run.active
+        label = run.request.get("label")
+        memory = bool(run.request.get("memory", True))
+        async with active.gate.closed("snapshot"):
+            decide(active.session, Command(Verb.SNAPSHOT))
+            if active.state in _LIVE and not await self._placements.check_held(active):
+                raise SandboxLost(f"the sandbox had ended: {active.session.cause}")
+            if active.state in _LIVE:
+                sandbox = self._context.sandbox(active)
+                if memory and not sandbox.has(Capability.LIVE_CHECKPOINT):
+                    memory = False
+                async with self._context.guard.publishing():
+                    captured = await captures.capture_live(sandbox, memory=memory)
+                    faultpoints.reach("snapshot.capture")
+                    await self._add(
+                        run, captured.layers, captured.memory, label, sandbox.record.config
+                    )
+            else:
+                async with self._context.guard.publishing():
+                    head = await self._snapshots.head(active.session)
+                    kept = head.memory if memory else None
+                    await self._add(run, head.layers, kept, label, head.config)
+            active.dirty = False
+
+    async def _add(
+        self,
+        run: Run,
+        layers: list[LayerRef],
+        memory: Any,
+        label: str | None,
+        config: SnapshotConfig,
+    ) -> None:
+        active = run.active
+        session = active.session
+        snapshot = self._snapshots.manifest(
+            session, config, layers, memory, SnapshotKind.EXPLICIT, label=label
+        )
+        record = await self._snapshots.publish(snapshot, session.tenant)
+        faultpoints.reach("snapshot.publish")
+        await self._context.commit(
+            active,
+            {"head": snapshot.id},
+            InsertSnapshot(record),
+            run.finish(snapshot_info(record, snapshot.id)),
+            run.event(
+                before=session.head, after=snapshot.id, label=label, memory=memory is not None
+            ),
+        )
+
+    # -- suspend ----------------------------------------------------------------------------
+
+    async def suspend(self, run: Run) -> None:
+        """Put the session away: no process of it is left on the machine."""
+        active = run.active
+        async with active.gate.closed("suspend"):
+            if "plan" in run.data:
+                await self.finish_seal(run, SnapshotKind.SUSPEND)
+                return
+            if active.state is SessionState.SUSPENDED:
+                await self._done(run, {})
+                return
+            decide(active.session, Command(Verb.SUSPEND))
+            if not await self._placements.check_held(active):
+                await self._done(run, {})
+                return
+            memory = bool(run.request.get("memory", True))
+            if not self._context.sandbox(active).has(Capability.MEMORY):
+                memory = False
+            try:
+                await self.seal(run, memory, SnapshotKind.SUSPEND)
+            except CaptureRefused:
+                if not run.request.get("force"):
+                    raise
+                await self.seal(run, False, SnapshotKind.SUSPEND)
+            await self.finish_seal(run, SnapshotKind.SUSPEND)
+
+    async def seal(self, run: Run, memory: bool, kind: SnapshotKind) -> None:
+        """Capture everything of a sandbox and record durably how to end it; it stays frozen.
+
+        Raises like `captures.capture_final`; the session runs on then.
+        """
+        active = run.active
+        sandbox = self._context.sandbox(active)
+        was_paused = sandbox.frozen
+        async with self._context.guard.publishing():
+            faultpoints.reach(f"{run.operation.verb}.capture.before")
+            sealed = await captures.capture_final(sandbox, memory=memory)
+            faultpoints.reach(f"{run.operation.verb}.capture")
+            plan = SealPlan(
+                sandbox=sandbox.record.sandbox,
+                snapshot=self._snapshots.manifest(
+                    active.session, sandbox.record.config, sealed.layers, sealed.memory, kind
+                ),
+                layer=sealed.layer,
+            )
+            try:
+                await run.step("seal", plan=msgspec.to_builtins(plan))
+            except BaseException:
+                if not was_paused:
+                    await captures.attach_again(sandbox)
+                raise
+
+    async def finish_seal(self, run: Run, kind: SnapshotKind) -> None:
+        """End the sealed sandbox, move its files into the store, commit. Repeats until it is done:
+        from here on the only way is forward."""
+        active = run.active
+        plan = msgspec.convert(run.data["plan"], SealPlan)
+        while True:
+            try:
+                async with self._context.guard.publishing():
+                    await self._finish_once(run, plan)
+                break
+            except StorageFull as error:
+                if active.doomed:
+                    raise
+                log.error("session %s cannot be put away yet: %s", active.id, error)
+                await asyncio.sleep(_RETRY_SECONDS)
+        self._context.agent.destroy_soon(plan.sandbox)
+
+    async def _finish_once(self, run: Run, plan: SealPlan) -> None:
+        active = run.active
+        verb = run.operation.verb
+        agent = self._context.agent
+        if agent.has(plan.sandbox):
+            sandbox = agent.find(plan.sandbox, active.session.epoch)
+            await sandbox.guest.interrupt("the session was suspended")
+        await agent.stop(plan.sandbox)
+        faultpoints.reach(f"{verb}.kill")
+        await agent.take(plan.sandbox, plan.layer)
+        faultpoints.reach(f"{verb}.take")
+        session = active.session
+        record = await self._snapshots.publish(plan.snapshot, session.tenant)
+        faultpoints.reach(f"{verb}.publish")
+        await self._context.commit(
+            active,
+            suspended_changes(session) | {"head": plan.snapshot.id, "cause": None},
+            InsertSnapshot(record),
+            run.finish(None),
+            run.event(
+                before=session.head,
+                after=plan.snapshot.id,
+                memory=plan.snapshot.memory is not None,
+            ),
+        )
+
+    # -- delete -----------------------------------------------------------------------------
+
+    async def delete(self, run: Run) -> None:
+        """Remove a session from whatever state. What its forks need stays until they go."""
+        active = run.active
+        active.doomed = True
+        agent = self._context.agent
+        session = active.session
+        sandbox = session.sandbox
+        if sandbox and agent.has(sandbox):
+            # Whoever holds the gate now works on this sandbox; without it that ends soon.
+            await agent.find(sandbox, session.epoch).guest.interrupt("the session was deleted")
+        await agent.abort(session.id)
+        faultpoints.reach("delete.abort")
+        async with active.gate.closed("delete"):
+            session = active.session
+            head = session.head
+            await self._context.commit(
+                active,
+                {"state": SessionState.DELETED, "sandbox": None, "node": None},
+                run.finish(None),
+                run.event(before=head),
+            )
+            faultpoints.reach("delete.commit")
+        if session.sandbox:
+            await agent.destroy(session.sandbox)
+        self._snapshots.collect_soon()
