@@ -1,0 +1,182 @@
+"""Deadlines: found when due, moved out cheaply, never moved in by activity."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from database_cases import CONNECTORS, PAUSED, RUNNING, SUSPENDED, Harness, make_session
+
+from sojourn.database import Database, open_database
+from sojourn.errors import Unreachable
+from sojourn.model import Policy, SessionState
+
+
+@pytest.fixture(params=CONNECTORS)
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
+    return Harness(request.param, tmp_path)
+
+
+async def due(db: Database, now: float) -> set[str]:
+    return {session.id for session in await db.due_sessions(now)}
+
+
+def test_sessions_with_a_sandbox_become_due_at_their_earliest_deadline(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        idle = await db.insert_session(make_session(idle_deadline=100.0))
+        paused = await db.insert_session(make_session(state=PAUSED, idle_deadline=110.0))
+        old = await db.insert_session(make_session(idle_deadline=999.0, lifetime_deadline=120.0))
+        await db.insert_session(make_session())
+        for state in (SUSPENDED, SessionState.CREATING, SessionState.FAILED, SessionState.DELETED):
+            await db.insert_session(make_session(state=state, idle_deadline=1.0))
+        assert await db.next_deadline() == 100.0
+        assert await due(db, 99.0) == set()
+        assert await due(db, 100.0) == {idle.id}
+        assert await due(db, 115.0) == {idle.id, paused.id}
+        assert [s.id for s in await db.due_sessions(1000.0)] == [idle.id, paused.id, old.id]
+        assert [s.id for s in await db.due_sessions(1000.0, limit=1)] == [idle.id]
+
+    database.run(scenario)
+
+
+def test_a_session_put_away_is_due_only_for_the_end_that_its_policy_names(
+    database: Harness,
+) -> None:
+    async def scenario(db: Database) -> None:
+        delete = Policy(on_expiry="delete")
+        for state in (SUSPENDED, SessionState.FAILED):
+            await db.insert_session(make_session(state=state, lifetime_deadline=50.0))
+        assert await db.next_deadline() is None
+        doomed = [
+            await db.insert_session(
+                make_session(state=state, policy=delete, lifetime_deadline=60.0)
+            )
+            for state in (SUSPENDED, SessionState.FAILED, RUNNING)
+        ]
+        assert await db.next_deadline() == 60.0
+        assert await due(db, 59.0) == set()
+        assert await due(db, 60.0) == {session.id for session in doomed}
+
+    database.run(scenario)
+
+
+def test_a_touch_is_seen_at_once_by_every_read(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        session = await db.insert_session(make_session(name="box", idle_deadline=100.0))
+        for deadline in (200.0, 300.0, 250.0):
+            db.touch_idle(session.id, deadline)
+        for key in (session.id, "box"):
+            assert (await db.get_session("ten_a", key)).idle_deadline == 300.0
+        assert (await db.list_sessions("ten_a")).items[0].idle_deadline == 300.0
+        assert await due(db, 299.0) == set()
+        assert await due(db, 300.0) == {session.id}
+        assert await db.next_deadline() == 300.0
+
+    database.run(scenario)
+
+
+def test_a_touch_never_moves_a_deadline_in(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        session = await db.insert_session(make_session(idle_deadline=500.0))
+        db.touch_idle(session.id, 100.0)
+        assert (await db.get_session(None, session.id)).idle_deadline == 500.0
+        assert await db.next_deadline() == 500.0
+
+    database.run(scenario)
+    assert database.run(lambda db: db.next_deadline()) == 500.0
+
+
+def test_a_touch_gives_no_deadline_to_a_session_that_has_none(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        session = await db.insert_session(make_session())
+        db.touch_idle(session.id, 100.0)
+        db.touch_idle("ses_none", 100.0)
+        assert (await db.get_session(None, session.id)).idle_deadline is None
+        assert await db.next_deadline() is None
+
+    database.run(scenario)
+
+
+def test_the_first_touch_is_written_at_once_and_the_last_when_closing(database: Harness) -> None:
+    async def scenario(db: Database) -> str:
+        session = await db.insert_session(make_session(idle_deadline=100.0))
+        db.touch_idle(session.id, 200.0)
+        other = await open_database(database.location)
+        try:
+            async with asyncio.timeout(20):
+                while (await other.get_session(None, session.id)).idle_deadline != 200.0:
+                    await asyncio.sleep(0.01)
+        finally:
+            await other.close()
+        for deadline in range(201, 300):
+            db.touch_idle(session.id, float(deadline))
+        return session.id
+
+    id = database.run(scenario)
+    assert database.run(lambda db: db.get_session(None, id)).idle_deadline == 299.0
+
+
+def test_touches_that_follow_each_other_are_written_without_another_call(
+    database: Harness,
+) -> None:
+    async def scenario(db: Database) -> None:
+        session = await db.insert_session(make_session(idle_deadline=100.0))
+        other = await open_database(database.location)
+        try:
+            async with asyncio.timeout(20):
+                for deadline in (200.0, 201.0, 202.0):
+                    db.touch_idle(session.id, deadline)
+                    await asyncio.sleep(0.02)
+                while (await other.get_session(None, session.id)).idle_deadline != 202.0:
+                    await asyncio.sleep(0.05)
+        finally:
+            await other.close()
+
+    database.run(scenario)
+
+
+def test_a_deadline_set_on_purpose_is_not_undone_by_an_earlier_touch(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        session = await db.insert_session(make_session(idle_deadline=100.0))
+        db.touch_idle(session.id, 200.0)
+        await db.next_deadline()
+        db.touch_idle(session.id, 900.0)
+        set_to = await db.update_session(
+            session.id, expect_state={RUNNING}, expect_epoch=1, idle_deadline=300.0
+        )
+        assert set_to.idle_deadline == 300.0
+        assert await db.next_deadline() == 300.0
+        db.touch_idle(session.id, 400.0)
+        assert await db.next_deadline() == 400.0
+        await db.update_session(
+            session.id, expect_state={RUNNING}, expect_epoch=1, idle_deadline=None
+        )
+        assert await db.next_deadline() is None
+
+    database.run(scenario)
+
+
+def test_many_sessions_touched_at_once_are_all_moved(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        sessions = [await db.insert_session(make_session(idle_deadline=1.0)) for _ in range(30)]
+        for session in sessions:
+            db.touch_idle(session.id, 100.0)
+        assert await due(db, 99.0) == set()
+        assert await due(db, 100.0) == {session.id for session in sessions}
+
+    database.run(scenario)
+
+
+def test_touching_after_closing_says_so(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        await db.close()
+        with pytest.raises(Unreachable):
+            db.touch_idle("ses_1", 1.0)
+        with pytest.raises(Unreachable):
+            await db.get_session(None, "ses_1")
+        with pytest.raises(Unreachable):
+            await db.insert_session(make_session())
+        await db.close()
+
+    database.run(scenario)
