@@ -238,18 +238,6 @@ def lifetime_after(session: Session, now: float) -> float | None:
 
 # -- after a crash ----------------------------------------------------------------------------
 
-STEPS: dict[str, tuple[str, ...]] = {
-    "create": ("place", "mount", "start", "attach", "commit"),
-    "resume": ("place", "mount", "start", "attach", "commit"),
-    "rollback": ("stop", "place", "mount", "start", "attach", "commit"),
-    "pause": ("freeze", "commit"),
-    "suspend": ("freeze", "checkpoint", "seal", "publish", "kill", "take", "commit"),
-    "snapshot": ("freeze", "checkpoint", "capture", "thaw", "publish", "commit"),
-    "fork": ("freeze", "checkpoint", "capture", "thaw", "publish", "children", "commit"),
-    "promote": ("freeze", "checkpoint", "capture", "thaw", "publish", "commit"),
-    "delete": ("stop", "unmount", "purge", "commit"),
-}
-
 
 class Host(enum.StrEnum):
     """What the host shows of a session's sandbox."""
@@ -260,160 +248,58 @@ class Host(enum.StrEnum):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What was found on the host. `published`: the snapshot the unfinished operation makes is
-    whole in the store, whatever the operation's last recorded step. `cause`: why the sandbox ended.
-    """
+    """What was found on the host. `cause`: why the sandbox ended, where that can be told."""
 
     host: Host
-    published: bool = False
     cause: str | None = None
 
 
-class Unfinished(msgspec.Struct, frozen=True):
-    """An operation a crash interrupted: `step` is the last one recorded as done, or None."""
-
-    verb: str
-    step: str | None = None
-
-    def reached(self, step: str) -> bool:
-        """Whether that step is recorded as done."""
-        steps = STEPS.get(self.verb, ())
-        if self.step not in steps or step not in steps:
-            return False
-        return steps.index(self.step) >= steps.index(step)
-
-
 class Action(enum.StrEnum):
-    """What to do with a session found after a crash."""
+    """What to do with a session found after a crash, before its operation (if any) goes on."""
 
     NONE = "none"  # it is as it should be
     ADOPT = "adopt"  # take the sandbox over as it is
     THAW_AND_ADOPT = "thaw_and_adopt"
     FREEZE_AND_ADOPT = "freeze_and_adopt"
-    ROLL_FORWARD = "roll_forward"  # do the operation's remaining steps and finish it
-    RESTART = "restart"  # end what is left of the sandbox, do the steps after `after` again
-    ROLL_BACK = "roll_back"  # end the operation as failed, remove what it staged; decide again
+    UNSEAL_AND_ADOPT = "unseal_and_adopt"  # it went on after it was sealed: the seal is void
+    LEAVE = "leave"  # the operation deals with what is there
     TO_SUSPENDED = "to_suspended"  # at the head; there is no sandbox any more
     TO_FAILED = "to_failed"
-    REAP = "reap"  # end a sandbox nobody needs; decide again
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """`after` is the step from which RESTART goes on (None: from the beginning); `cause` goes into
-    the record and the event log."""
+    """`cause` goes into the record and the event log."""
 
     action: Action
-    after: str | None = None
     cause: str | None = None
-
-    @property
-    def settles(self) -> bool:
-        """Whether the session is stable once this is done; else decide again."""
-        return self.action not in (Action.ROLL_BACK, Action.REAP)
 
 
 _UNKNOWN_CAUSE = "the sandbox was gone when the server started"
 
 
-def reconcile(session: Session, operation: Unfinished | None, found: Found) -> Decision:
-    """The next thing to do with a session, given its unfinished operation and the host.
+def reconcile(session: Session, verb: str | None, sealed: bool, found: Found) -> Decision:
+    """What brings a session to rest, given the verb of its unfinished operation (None: it has
+    none), whether that operation has recorded a seal, and the host.
 
-    Called again after each decision that does not settle, with what is then true.
+    Operations begin again from what their steps recorded once this is done, so nothing has to be
+    undone here; only the sandbox must be in someone's hands or gone. A sealed sandbox that is
+    still frozen (or ended) holds nothing its seal does not, so the operation goes forward.
     """
-    if operation is None:
-        return _without_operation(session, found)
-    return _RESUMPTIONS.get(operation.verb, _roll_back)(session, operation, found)
-
-
-def _without_operation(session: Session, found: Found) -> Decision:
     state, host = session.state, found.host
+    if sealed:
+        if host is Host.ALIVE:
+            return Decision(Action.UNSEAL_AND_ADOPT)
+        return Decision(Action.LEAVE)
+    if verb == Verb.DELETE:
+        return Decision(Action.LEAVE)
+    if state is CREATING:
+        if verb in (Verb.CREATE, Verb.FORK):
+            return Decision(Action.LEAVE)
+        return Decision(Action.TO_FAILED, cause="its creation was interrupted")
     if state in (RUNNING, PAUSED):
         if host is Host.GONE:
-            return _lost(session, found.cause or _UNKNOWN_CAUSE)
+            return Decision(Action.TO_SUSPENDED, cause=found.cause or _UNKNOWN_CAUSE)
         if state is RUNNING:
             return Decision(Action.ADOPT if host is Host.ALIVE else Action.THAW_AND_ADOPT)
         return Decision(Action.ADOPT if host is Host.FROZEN else Action.FREEZE_AND_ADOPT)
-    if host is not Host.GONE:
-        # A state without a sandbox is committed only when its snapshot holds everything.
-        return Decision(Action.REAP)
-    if state is CREATING:
-        return _lost(session, found.cause or "its creation was interrupted")
     return Decision(Action.NONE)
-
-
-def _lost(session: Session, cause: str) -> Decision:
-    action = Action.TO_FAILED if session.head is None else Action.TO_SUSPENDED
-    return Decision(action, cause=cause)
-
-
-def _roll_back(session: Session, operation: Unfinished, found: Found) -> Decision:
-    return Decision(Action.ROLL_BACK, cause=found.cause or "the server was interrupted")
-
-
-def _delete(session: Session, operation: Unfinished, found: Found) -> Decision:
-    return Decision(Action.ROLL_FORWARD)
-
-
-def _pause(session: Session, operation: Unfinished, found: Found) -> Decision:
-    if found.host is Host.GONE:
-        return _roll_back(session, operation, found)
-    return Decision(Action.ROLL_FORWARD)
-
-
-def _suspend(session: Session, operation: Unfinished, found: Found) -> Decision:
-    if operation.reached("kill"):
-        return Decision(Action.ROLL_FORWARD)
-    published = found.published or operation.reached("publish")
-    # A sandbox that was let go on since has work the snapshot does not have.
-    if published and found.host is not Host.ALIVE:
-        return Decision(Action.ROLL_FORWARD)
-    return _roll_back(session, operation, found)
-
-
-def _snapshot(session: Session, operation: Unfinished, found: Found) -> Decision:
-    if found.published or operation.reached("publish"):
-        return Decision(Action.ROLL_FORWARD)
-    return _roll_back(session, operation, found)
-
-
-def _create(session: Session, operation: Unfinished, found: Found) -> Decision:
-    if operation.reached("start") and found.host is not Host.GONE:
-        return Decision(Action.ROLL_FORWARD)
-    # The creation was acknowledged and nothing has run in it yet: make it again.
-    return Decision(Action.RESTART)
-
-
-def _resume(session: Session, operation: Unfinished, found: Found) -> Decision:
-    if session.state in (RUNNING, PAUSED):
-        # Only thawing was left to do; the sandbox holds the session's work.
-        if found.host is Host.GONE:
-            return _roll_back(session, operation, found)
-        return Decision(Action.ROLL_FORWARD)
-    if operation.reached("start") and found.host is not Host.GONE:
-        return Decision(Action.ROLL_FORWARD)
-    # The snapshot is untouched and nothing was answered from the new sandbox.
-    return _roll_back(session, operation, found)
-
-
-def _rollback(session: Session, operation: Unfinished, found: Found) -> Decision:
-    if operation.reached("start") and found.host is not Host.GONE:
-        return Decision(Action.ROLL_FORWARD)
-    if operation.reached("stop"):
-        return Decision(Action.RESTART, after="stop")
-    if session.state in (RUNNING, PAUSED) and found.host is Host.GONE:
-        # It was being stopped, on purpose; go where the owner wanted to go.
-        return Decision(Action.RESTART, after="stop")
-    return _roll_back(session, operation, found)
-
-
-_RESUMPTIONS = {
-    "create": _create,
-    "delete": _delete,
-    "fork": _snapshot,
-    "pause": _pause,
-    "promote": _snapshot,
-    "resume": _resume,
-    "rollback": _rollback,
-    "snapshot": _snapshot,
-    "suspend": _suspend,
-}

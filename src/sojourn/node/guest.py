@@ -7,6 +7,7 @@ carry offsets and the supervisor answers a repeated request from its record.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -90,7 +91,7 @@ class Guest(Protocol):
     # -- files ------------------------------------------------------------------------------
     async def stat(self, path: bytes, *, follow: bool = True) -> Stat: ...
 
-    async def list(self, path: bytes) -> list[Stat]:
+    async def list(self, path: bytes) -> builtins.list[Stat]:
         """Entries of a directory, sorted by name."""
 
     def walk(self, path: bytes) -> AsyncIterator[Stat]:
@@ -135,7 +136,7 @@ class Guest(Protocol):
     # -- state ------------------------------------------------------------------------------
     async def activity(self) -> GuestActivity: ...
 
-    async def unlinked(self) -> list[OpenUnlinked]: ...
+    async def unlinked(self) -> builtins.list[OpenUnlinked]: ...
 
     async def sync(self) -> None:
         """Flush file systems inside."""

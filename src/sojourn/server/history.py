@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import asyncio
 import os
 from collections.abc import AsyncIterator
@@ -28,7 +29,7 @@ class History:
         self._snapshots = snapshots
         self._turns = turns
 
-    async def list(self, who: Principal, ref: str) -> list[SnapshotInfo]:
+    async def list(self, who: Principal, ref: str) -> builtins.list[SnapshotInfo]:
         """The tree, parents before children; the last turn's snapshot is waited for."""
         active = await self._context.registry.find(who.tenant, ref)
         await self._turns.settle(active)
@@ -57,7 +58,7 @@ class History:
 
     def _compare(self, before: Snapshot, after: Snapshot, text: bool, limit: int) -> DiffInfo:
         store = self._context.store
-        changes: list[Change] = []
+        changes: builtins.list[Change] = []
         truncated = False
         for change in store.diff(before, after):
             if len(changes) == limit:
@@ -107,9 +108,9 @@ class History:
             records = [await self._snapshots.resolve(session, snapshot)]
         else:
             records = await self._snapshots.tree(session)
-        faults: list[FaultInfo] = []
+        faults: builtins.list[FaultInfo] = []
         objects: dict[str, int] = {}
-        seen: dict[str, list[Fault]] = {}
+        seen: dict[str, builtins.list[Fault]] = {}
         for record in records:
             try:
                 manifest = await self._snapshots.read(record.id)
@@ -157,9 +158,11 @@ class History:
             faults=faults,
         )
 
-    def _verify_one(self, manifest: Snapshot, seen: dict[str, list[Fault]]) -> list[Fault]:
+    def _verify_one(
+        self, manifest: Snapshot, seen: dict[str, builtins.list[Fault]]
+    ) -> builtins.list[Fault]:
         """Verify a snapshot, reading no layer or image twice in one report."""
-        found: list[Fault] = []
+        found: builtins.list[Fault] = []
         for layer in manifest.layers:
             name = f"layer {layer.id}"
             if name not in seen:
@@ -172,7 +175,9 @@ class History:
             found.extend(seen[name])
         return found
 
-    async def events(self, who: Principal, ref: str, *, after: int, limit: int) -> list[EventInfo]:
+    async def events(
+        self, who: Principal, ref: str, *, after: int, limit: int
+    ) -> builtins.list[EventInfo]:
         """Events after a sequence number."""
         if not 1 <= limit <= 10_000:
             raise InvalidRequest("limit must be 1 to 10000", field="limit")

@@ -13,7 +13,7 @@ import logging
 
 from sojourn.database.records import Operation
 from sojourn.errors import SandboxLost, SojournError
-from sojourn.lifecycle import Action, Found, Host, reconcile
+from sojourn.lifecycle import Action, Found, Host, Verb, reconcile
 from sojourn.model import Session, SessionState
 from sojourn.server.context import Context
 from sojourn.server.operations import Operations
@@ -36,6 +36,7 @@ class Reconciler:
         """Adopt, finish, reap. Raises only when the database or the host cannot be used at all."""
         database = self._context.database
         unfinished = {op.session: op for op in await database.unfinished_operations()}
+        forking = {op.session for op in unfinished.values() if op.verb == Verb.FORK}
         sessions: list[Session] = []
         cursor: str | None = None
         states = {SessionState.CREATING, SessionState.RUNNING, SessionState.PAUSED}
@@ -49,7 +50,7 @@ class Reconciler:
 
         async def settle(session: Session) -> None:
             async with at_once:
-                await self._settle(session, unfinished.get(session.id))
+                await self._settle(session, unfinished.get(session.id), forking)
 
         await asyncio.gather(*(settle(session) for session in sessions))
         keep = {
@@ -60,18 +61,28 @@ class Reconciler:
         reaped = await self._context.agent.reap(keep)
         if reaped:
             log.info("removed what %d sandboxes had left: %s", len(reaped), ", ".join(reaped[:10]))
-        for operation in unfinished.values():
+        for operation in await database.unfinished_operations():
+            # Read again: what settling recorded in them counts.
             await self._again(operation)
 
-    async def _settle(self, session: Session, operation: Operation | None) -> None:
+    async def _settle(
+        self, session: Session, operation: Operation | None, forking: set[str]
+    ) -> None:
         active = self._context.registry.hold(session)
-        sealed = operation is not None and "plan" in operation.data
+        sealed = operation is not None and operation.data.get("plan") is not None
         found = await self._look(session)
-        decision = reconcile(session, operation.verb if operation else None, sealed, found)
+        verb = operation.verb if operation else None
+        if verb is None and session.parent_session in forking:
+            verb = Verb.FORK
+        decision = reconcile(session, verb, sealed, found)
         log.info("session %s (%s, %s): %s", session.id, session.state, found.host, decision.action)
         match decision.action:
-            case Action.NONE | Action.FINISH_SEAL | Action.AGAIN:
+            case Action.NONE | Action.LEAVE:
                 return
+            case Action.UNSEAL_AND_ADOPT:
+                assert operation is not None
+                await self._context.database.set_step(operation.id, "unsealed", {"plan": None})
+                await self._adopt(session, decision.action)
             case Action.ADOPT | Action.THAW_AND_ADOPT | Action.FREEZE_AND_ADOPT:
                 await self._adopt(session, decision.action)
             case Action.TO_SUSPENDED:

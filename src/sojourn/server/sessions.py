@@ -6,6 +6,7 @@ refused request has changed nothing.
 
 from __future__ import annotations
 
+import builtins
 import asyncio
 import math
 import shutil
@@ -46,7 +47,7 @@ from sojourn.server.context import Context
 from sojourn.server.history import History
 from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
-from sojourn.server.quotas import Quotas
+from sojourn.server.quotas import Quotas, allocated_bytes
 from sojourn.server.reconciler import Reconciler
 from sojourn.server.registry import ActiveSession
 from sojourn.server.snapshots import Snapshots
@@ -463,7 +464,7 @@ class Sessions:
 
     # -- history ----------------------------------------------------------------------------
 
-    async def history(self, who: Principal, ref: str) -> list[SnapshotInfo]:
+    async def history(self, who: Principal, ref: str) -> builtins.list[SnapshotInfo]:
         """The tree."""
         return await self._history.list(who, ref)
 
@@ -481,7 +482,9 @@ class Sessions:
         """Read and compare every byte."""
         return await self._history.verify(who, ref, snapshot)
 
-    async def events(self, who: Principal, ref: str, *, after: int, limit: int) -> list[EventInfo]:
+    async def events(
+        self, who: Principal, ref: str, *, after: int, limit: int
+    ) -> builtins.list[EventInfo]:
         """The event log."""
         return await self._history.events(who, ref, after=after, limit=limit)
 
@@ -505,7 +508,7 @@ class Sessions:
         """Start a process that goes on by itself."""
         return await self._commands.spawn(who, ref, request)
 
-    async def processes(self, who: Principal, ref: str) -> list[ProcessState]:
+    async def processes(self, who: Principal, ref: str) -> builtins.list[ProcessState]:
         """All processes the supervisor knows."""
         return await self._commands.processes(who, ref)
 
@@ -567,7 +570,7 @@ class Sessions:
 
     # -- service ----------------------------------------------------------------------------
 
-    async def templates(self, who: Principal) -> list[TemplateInfo]:
+    async def templates(self, who: Principal) -> builtins.list[TemplateInfo]:
         """What sessions can start from."""
         return [
             TemplateInfo(
@@ -602,7 +605,7 @@ class Sessions:
             token=secret,
         )
 
-    async def tokens(self, who: Principal) -> list[TokenInfo]:
+    async def tokens(self, who: Principal) -> builtins.list[TokenInfo]:
         """All tokens, without their secrets."""
         self._operator(who)
         names = {tenant.id: tenant.name for tenant in await self._context.database.list_tenants()}
@@ -639,5 +642,5 @@ class Sessions:
             sessions={str(state): count for state, count in counts.items()},
             sandboxes=context.agent.count,
             disk_free_bytes=usage.free,
-            store_bytes=await asyncio.to_thread(context.store.total_bytes),
+            store_bytes=await asyncio.to_thread(allocated_bytes, context.store.root),
         )

@@ -224,7 +224,7 @@ class Verbs:
         """Put the session away: no process of it is left on the machine."""
         active = run.active
         async with active.gate.closed("suspend"):
-            if "plan" in run.data:
+            if run.data.get("plan") is not None:
                 await self.finish_seal(run, SnapshotKind.SUSPEND)
                 return
             if active.state is SessionState.SUSPENDED:
