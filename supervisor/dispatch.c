@@ -40,6 +40,7 @@ static const struct entry table[] = {
     [OP_RESIZE] = {process_resize, true},
     [OP_PROCESSES] = {process_list, false},
     [OP_FORGET] = {process_forget, true},
+    [OP_PROCESS] = {process_look, false},
     [OP_STAT] = {files_stat, false},
     [OP_LIST] = {listing_start, false},
     [OP_READ] = {files_read, false},

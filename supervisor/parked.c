@@ -55,14 +55,24 @@ static bool serve_wait(const struct process *p, const struct parked *one)
 {
     if (!over(p))
         return false;
+    process_put_state(p, answer_begin(one->id, one->op));
+    answer_end();
+    return true;
+}
+
+/* All output with the end; of a lossless command what fits, as soon as more is pending than that. */
+static bool serve_run(struct process *p, const struct parked *one)
+{
+    uint64_t length = p->out.next - p->out.first + p->err.next - p->err.first;
+    bool early = p->out.lossless && !p->settled && (length >= RUN_INLINE || p->out.held || p->err.held);
+    if (!over(p) && !early)
+        return false;
+    p->run_early = early || length > RUN_INLINE;
     struct bytes *to = answer_begin(one->id, one->op);
     process_put_state(p, to);
-    if (one->op == OP_RUN) {
-        uint64_t length = p->out.next - p->out.first + p->err.next - p->err.first;
-        size_t most = length <= RUN_INLINE ? RUN_INLINE : 0;
-        stream_put(&p->out, 0, most, to);
-        stream_put(&p->err, 0, most, to);
-    }
+    put_u8(to, p->run_early);
+    size_t out = stream_put(&p->out, 0, RUN_INLINE, to);
+    stream_put(&p->err, 0, RUN_INLINE - out, to);
     answer_end();
     return true;
 }
@@ -119,7 +129,7 @@ void parked_serve(struct process *p)
             done = !writes_wait && serve_write(p, one);
             writes_wait |= !done;
         } else {
-            done = serve_wait(p, one);
+            done = one->op == OP_RUN ? serve_run(p, one) : serve_wait(p, one);
         }
         if (done)
             release(at);

@@ -14,7 +14,7 @@
 #define ENDED_KEPT 256              /* ended records kept */
 #define ENDED_OUTPUT (64ull << 20)  /* bytes of output kept for all ended ones together */
 #define STDIN_QUEUE (256u << 10)    /* input taken ahead of the process, for each */
-#define RUN_INLINE (512u << 10)     /* most output that comes with the answer of a run */
+#define RUN_INLINE (768u << 10)     /* most output that comes with the answer of a run */
 
 struct parked;
 
@@ -34,6 +34,7 @@ struct process {
     struct bytes in_queue;
     bool in_broken, in_eof;
     uint64_t run_id, run_client; /* the run request that started it and still owns it */
+    bool run_early;              /* that was answered before all output was there */
     struct parked *parked;
     bool dirty;
     char *tag;
@@ -53,6 +54,7 @@ void process_signal(struct request *request);
 void process_resize(struct request *request);
 void process_list(struct request *request);
 void process_forget(struct request *request);
+void process_look(struct request *request);
 
 void process_cancel(uint64_t id);
 void process_acknowledged(uint64_t id);

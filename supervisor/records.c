@@ -57,6 +57,15 @@ static struct process *named(struct request *request)
     return p;
 }
 
+void process_look(struct request *request)
+{
+    struct process *p = named(request);
+    if (p) {
+        process_put_state(p, answer_begin(request->id, request->op));
+        answer_end();
+    }
+}
+
 void process_wait(struct request *request)
 {
     struct process *p = named(request);
@@ -238,7 +247,7 @@ void process_acknowledged(uint64_t id)
         if (p->run_id == id && p->run_client == connection_client()) {
             p->run_id = 0;
             /* Nobody else knows a run; but what its background children write stays readable. */
-            if (!p->running && !stream_open(&p->out) && !stream_open(&p->err))
+            if (!p->running && !p->run_early && !stream_open(&p->out) && !stream_open(&p->err))
                 forget(p);
             return;
         }

@@ -40,6 +40,7 @@ enum op {
     OP_RESIZE = 23,
     OP_PROCESSES = 24,
     OP_FORGET = 25,
+    OP_PROCESS = 26,
 
     OP_STAT = 32,
     OP_LIST = 33,
