@@ -25,6 +25,7 @@ static char *heap;
 static size_t heap_size;
 static volatile long *counter;
 static volatile char *mapped;
+static int node; /* the connection */
 
 static void pause_ms(long ms) {
     struct timespec t = {ms / 1000, ms % 1000 * 1000000};
@@ -40,6 +41,7 @@ static int result(char *out, size_t size, long value) {
 static long child(void (*body)(const char *), const char *argument) {
     pid_t pid = fork();
     if (pid == 0) {
+        close(node);
         body(argument);
         _exit(0);
     }
@@ -226,13 +228,13 @@ static int obey(char *line, char *out, size_t size) {
 }
 
 /* One connection, until it ends. */
-static void serve(int link) {
+static void serve(void) {
     char line[8192], out[65536];
     size_t used = 0;
     int n = snprintf(out, sizeof out, "hello %ld\n", *counter);
-    if (write(link, out, n) != n) return;
+    if (write(node, out, n) != n) return;
     for (;;) {
-        ssize_t got = read(link, line + used, sizeof line - 1 - used);
+        ssize_t got = read(node, line + used, sizeof line - 1 - used);
         if (got <= 0) return;
         used += got;
         line[used] = 0;
@@ -243,7 +245,7 @@ static void serve(int link) {
         if (strcmp(line, "detach") == 0) return;
         n = obey(line, out, sizeof out - 1);
         out[n++] = '\n';
-        if (write(link, out, n) != n) return;
+        if (write(node, out, n) != n) return;
     }
 }
 
@@ -258,10 +260,10 @@ int main(int argc, char **argv) {
         }
     for (;;) {
         while (waitpid(-1, NULL, WNOHANG) > 0) ;
-        int link = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        node = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
         struct sockaddr_un name = {.sun_family = AF_UNIX, .sun_path = "/run/sojourn/node/node.sock"};
-        if (connect(link, (void *)&name, sizeof name) == 0) serve(link);
-        close(link);
+        if (connect(node, (void *)&name, sizeof name) == 0) serve();
+        close(node);
         pause_ms(2);
     }
 }

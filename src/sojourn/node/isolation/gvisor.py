@@ -31,15 +31,23 @@ from sojourn.errors import (
     StorageFull,
 )
 from sojourn.model.sessions import Limits
-from sojourn.node.isolation import gvisor_descriptors, gvisor_state, processes, urpc
+from sojourn.node.isolation import (
+    gvisor_descriptors,
+    gvisor_host,
+    gvisor_state,
+    processes,
+    urpc,
+)
 from sojourn.node.isolation.base import Capability, SandboxSpec, SandboxStatus
 from sojourn.node.isolation.cgroups import CgroupTree, GroupLimits
 from sojourn.node.isolation.gvisor_config import oci_config
+from sojourn.node.isolation.gvisor_host import write_private
 
 _START_TIMEOUT = 60.0
 _RESTORE_TIMEOUT = 300.0
 _CHECKPOINT_TIMEOUT = 600.0
 _CALL_TIMEOUT = 20.0
+_PROBE_TIMEOUT = 5.0
 _KILL_TIMEOUT = 10.0
 
 _IMAGE_FILES = ("checkpoint.img", "pages_meta.img", "pages.img")
@@ -50,7 +58,7 @@ _OVERHEAD_BYTES = 96 * 1024**2
 _OVERHEAD_SHARE = 16
 # Each guest process costs a host process with several threads. The guest's own limit is kept by
 # the supervisor; this bound is for a guest that got around it, and protects the host.
-_HOST_TASKS = 512
+_HOST_TASKS = 256
 _HOST_TASKS_PER_PID = 6
 
 
@@ -68,6 +76,7 @@ class GVisorDriver:
         if self._tree.hard_limits:
             found.add(Capability.HARD_LIMITS)
         self.capabilities = frozenset(found)
+        self._supervisors = gvisor_host.Supervisors(self._state / "supervisors")
         self._guard = threading.Lock()
         self._locks: dict[str, threading.RLock] = {}
 
@@ -76,7 +85,8 @@ class GVisorDriver:
     def start(self, spec: SandboxSpec) -> None:
         """Boot a fresh sandbox."""
         with self._lock(spec):
-            self._launch(spec, ["run", "-detach"], _START_TIMEOUT)
+            supervisor = self._supervisors.keep(spec.supervisor)
+            self._launch(spec, supervisor, ["run", "-detach"], _START_TIMEOUT)
 
     def restore(self, spec: SandboxSpec, image: Path) -> None:
         """Start a sandbox from a memory image."""
@@ -84,24 +94,29 @@ class GVisorDriver:
         if missing:
             raise ResumeFailed(f"the memory image lacks {', '.join(missing)}", image=str(image))
         with self._lock(spec):
+            supervisor = self._supervisors.of_image(image, spec.supervisor)
             command = ["restore", "-detach", "-image-path", os.fspath(image)]
-            self._launch(spec, command, _RESTORE_TIMEOUT)
+            self._launch(spec, supervisor, command, _RESTORE_TIMEOUT)
 
-    def _launch(self, spec: SandboxSpec, command: list[str], timeout: float) -> None:
+    def _launch(
+        self, spec: SandboxSpec, supervisor: Path, command: list[str], timeout: float
+    ) -> None:
         files = self._files(spec)
         if self._members(spec) or gvisor_state.state_files(self._state, spec.sandbox):
             # Left by a start that was interrupted; runsc refuses an id it knows.
             self.destroy(spec)
         try:
-            files.mkdir(parents=True, exist_ok=True)
-            for stale in ("runsc.log", "panic.log", "output", "frozen"):
-                (files / stale).unlink(missing_ok=True)
-            (files / "config.json").write_text(json.dumps(oci_config(spec)))
+            shutil.rmtree(files, ignore_errors=True)
+            files.mkdir(parents=True, mode=0o700)
+            # The configuration holds the session's environment.
+            write_private(files / "config.json", json.dumps(oci_config(spec, supervisor)))
+            write_private(files / "supervisor", supervisor.name)
             group = self._tree.group(spec.sandbox)
             self._tree.prepare()
             group.create(_group_limits(spec.limits))
             finished = processes.run(
                 [
+                    *gvisor_host.with_memory_of(spec.limits.memory_bytes, files),
                     *self._command(files),
                     *command,
                     "-bundle",
@@ -184,6 +199,8 @@ class GVisorDriver:
     def _mark(mark: Path, word: str) -> None:
         try:
             mark.write_text(word)
+        except FileNotFoundError as error:
+            raise SandboxLost(f"sandbox {mark.parent.name}: it does not run") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFull(f"cannot note the state of the sandbox: {error}") from error
@@ -203,6 +220,7 @@ class GVisorDriver:
                 self._checkpoint_by_socket(spec, image)
             except urpc.UnknownMethod:
                 self._checkpoint_by_command(spec, image)
+            self._supervisors.note(image, (self._files(spec) / "supervisor").read_text())
 
     def _checkpoint_by_socket(self, spec: SandboxSpec, image: Path) -> None:
         arg = {
@@ -270,13 +288,16 @@ class GVisorDriver:
             return SandboxStatus(False, False, members, "the sandbox kernel does not answer")
         if not self._gofer(spec):
             return SandboxStatus(False, False, members, "the file server of the sandbox is gone")
+        if self._tree.group(spec.sandbox).memory_kills():
+            # Without a kernel that ends the whole group, parts may linger; none can be relied on.
+            return SandboxStatus(False, False, members, "memory limit exceeded")
         return SandboxStatus(True, (self._files(spec) / "frozen").exists(), members)
 
     def _answers(self, spec: SandboxSpec) -> bool:
         try:
             # Any answer will do, also a refusal; an unknown name takes no lock in the kernel, so
             # that a long checkpoint under way does not look like a hang.
-            urpc.call(self._socket(spec), "sojourn.Probe", timeout=5.0)
+            urpc.call(self._socket(spec), "sojourn.Probe", timeout=_PROBE_TIMEOUT)
         except urpc.UrpcError:
             return True
         except urpc.UrpcUnreachable:
@@ -300,21 +321,24 @@ class GVisorDriver:
 
     def destroy(self, spec: SandboxSpec) -> None:
         """End everything of the sandbox."""
+        # Killed before the lock is taken: a start or checkpoint that holds it and hangs ends then.
+        self._end(spec.sandbox, self._members(spec), remove=False)
         with self._lock(spec):
-            self._end(spec.sandbox, self._members(spec))
-            shutil.rmtree(self._files(spec), ignore_errors=True)
+            self._end(spec.sandbox, self._members(spec), remove=True)
+            shutil.rmtree(spec.directory / "driver", ignore_errors=True)
         with self._guard:
             self._locks.pop(spec.sandbox, None)
 
-    def _end(self, sandbox: str, members: set[int]) -> None:
+    def _end(self, sandbox: str, members: set[int], *, remove: bool) -> None:
         deadline = time.monotonic() + _KILL_TIMEOUT
         group = self._tree.group(sandbox)
         left = group.kill(deadline, members)
         if left:
             raise HostUnfit(f"processes of {sandbox} do not die: {left}")
-        gvisor_state.remove_state_files(self._state, sandbox)
-        if not group.remove(deadline):
-            raise HostUnfit(f"the cgroup of {sandbox} stays busy")
+        if remove:
+            gvisor_state.remove_state_files(self._state, sandbox)
+            if not group.remove(deadline):
+                raise HostUnfit(f"the cgroup of {sandbox} stays busy")
 
     def sweep(self, keep: set[str]) -> list[str]:
         """End every sandbox of this driver instance not in `keep`."""
@@ -322,12 +346,11 @@ class GVisorDriver:
         for name in gvisor_state.known_sandboxes(self._state) | self._tree.sandboxes():
             found.setdefault(name, set())
         for pid, arguments in processes.mentioning([os.fspath(self._state)]):
-            name = arguments[-1]
-            if name in found or name.startswith("sbx"):
-                found.setdefault(name, set()).add(pid)
+            if (bundle := gvisor_state.bundle_of(arguments)) is not None:
+                found.setdefault(bundle.name, set()).add(pid)
         ended = sorted(set(found) - keep)
         for name in ended:
-            self._end(name, found[name])
+            self._end(name, found[name], remove=True)
         return ended
 
     def update_limits(self, spec: SandboxSpec, limits: Limits) -> None:
@@ -344,7 +367,8 @@ class GVisorDriver:
 
     @staticmethod
     def _files(spec: SandboxSpec) -> Path:
-        return spec.directory / "driver"
+        # Named for the sandbox, because the gofer's arguments tell of it by this path alone.
+        return spec.directory / "driver" / spec.sandbox
 
     def _socket(self, spec: SandboxSpec) -> Path:
         return self._state / f"runsc-{spec.sandbox}.sock"
@@ -395,18 +419,24 @@ class GVisorDriver:
         """Host processes of a sandbox: its group's, and what its state file names."""
         named = gvisor_state.recorded_pids(self._state, spec.sandbox)
         return self._tree.group(spec.sandbox).pids() | {
-            pid for pid in named if spec.sandbox in processes.command_line(pid)
+            pid for pid in named if self._belongs(pid, spec)
         }
 
+    def _belongs(self, pid: int, spec: SandboxSpec, part: str | None = None) -> bool:
+        arguments = processes.command_line(pid)
+        if part is not None and part not in arguments:
+            return False
+        return gvisor_state.bundle_of(arguments) == self._files(spec)
+
+    def _parts(self, spec: SandboxSpec, part: str) -> list[int]:
+        members = self._members(spec)
+        return [pid for pid in members if self._belongs(pid, spec, part) and processes.alive(pid)]
+
     def _sentry(self, spec: SandboxSpec) -> list[int]:
-        return [pid for pid in self._members(spec) if self._is(pid, "boot")]
+        return self._parts(spec, "boot")
 
     def _gofer(self, spec: SandboxSpec) -> list[int]:
-        return [pid for pid in self._members(spec) if self._is(pid, "gofer")]
-
-    @staticmethod
-    def _is(pid: int, part: str) -> bool:
-        return part in processes.command_line(pid) and processes.alive(pid)
+        return self._parts(spec, "gofer")
 
     def _kernels(self, spec: SandboxSpec) -> list[int]:
         sentries = self._sentry(spec)

@@ -7,6 +7,7 @@ checkpointed under one can be restored under the other; nothing of the host's en
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from sojourn.node.isolation.base import SandboxSpec
@@ -55,8 +56,8 @@ def _tmpfs(target: str, memory: int) -> dict[str, Any]:
     }
 
 
-def oci_config(spec: SandboxSpec) -> dict[str, Any]:
-    """The content of config.json."""
+def oci_config(spec: SandboxSpec, supervisor: Path) -> dict[str, Any]:
+    """The content of config.json, with `supervisor` as the first process's program."""
     sets = ("bounding", "effective", "permitted", "inheritable")
     mounts: list[dict[str, Any]] = [
         {"destination": "/proc", "type": "proc", "source": "proc"},
@@ -72,7 +73,7 @@ def oci_config(spec: SandboxSpec) -> dict[str, Any]:
         {
             "destination": "/run/sojourn/supervisor",
             "type": "bind",
-            "source": os.fspath(spec.supervisor),
+            "source": os.fspath(supervisor),
             "options": ["ro", "bind"],
         },
     ]

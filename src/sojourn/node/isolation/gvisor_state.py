@@ -97,6 +97,16 @@ def recorded_pids(state: Path, sandbox: str) -> set[int]:
     return {pid for pid in pids if isinstance(pid, int) and pid > 1}
 
 
+def bundle_of(arguments: list[str]) -> Path | None:
+    """The bundle directory a runsc process was started with."""
+    for index, argument in enumerate(arguments):
+        if argument.startswith(("--bundle=", "-bundle=")):
+            return Path(argument.partition("=")[2])
+        if argument in ("--bundle", "-bundle") and index + 1 < len(arguments):
+            return Path(arguments[index + 1])
+    return None
+
+
 def telling_line(log: str) -> str | None:
     """The line of a log that says why: a panic's first line, else the last error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]

@@ -1,0 +1,103 @@
+"""What a gVisor sandbox is given of the host besides its root tree.
+
+Guarantee: processes inside see the memory they may use, not the host's; the program of the first
+process is, at a restore, byte for byte the one of the checkpoint, because a checkpoint holds no
+pages of a program that were only read, and the wrong bytes under a running process are its end.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from sojourn.errors import ResumeFailed, StorageFull
+
+_NOTE = "supervisor"
+
+# runsc reads the total from /proc/meminfo at start and restore. In a mount namespace of its own
+# that file can be another; changes of the host's mounts still come through (slave), so that
+# nothing the host unmounts is held here. A failing mount only costs the right number.
+_MASK = 'mount --bind "$0" /proc/meminfo; exec "$@"'
+
+
+def with_memory_of(amount: int, files: Path) -> list[str]:
+    """A command prefix under which /proc/meminfo tells of `amount` bytes."""
+    mask = files / "meminfo"
+    write_private(mask, f"MemTotal: {amount // 1024} kB\nMemFree: {amount // 1024} kB\n")
+    return ["unshare", "--mount", "--propagation=slave", "sh", "-c", _MASK, os.fspath(mask)]
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file only the owner can read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+
+
+class Supervisors:
+    """Copies of every supervisor that images on this node were taken with, named by content."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._known: dict[tuple[str, int, int, int], Path] = {}
+
+    def keep(self, program: Path) -> Path:
+        """The copy of a program; made when it is new. Raises ResumeFailed, StorageFull."""
+        try:
+            return self._kept(program)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFull(f"no room for a copy of {program}: {error}") from error
+            raise ResumeFailed(f"the supervisor cannot be used: {error}") from error
+
+    def _kept(self, program: Path) -> Path:
+        facts = program.stat()
+        key = (os.fspath(program), facts.st_ino, facts.st_size, facts.st_mtime_ns)
+        kept = self._known.get(key)
+        if kept is not None and kept.exists():
+            return kept
+        digest = hashlib.sha256(program.read_bytes()).hexdigest()[:32]
+        kept = self._directory / digest
+        if not kept.exists():
+            self._copy(program, kept)
+        self._known[key] = kept
+        return kept
+
+    def _copy(self, program: Path, kept: Path) -> None:
+        partial = self._directory / f".{kept.name}.{os.urandom(6).hex()}"
+        try:
+            shutil.copyfile(program, partial)
+            partial.chmod(0o755)
+            # The same everywhere, as all that the sandbox sees of the file has to be.
+            os.utime(partial, (0, 0))
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            partial.rename(kept)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @staticmethod
+    def note(image: Path, name: str) -> None:
+        """Write down in a memory image which supervisor it belongs to."""
+        write_private(image / _NOTE, name)
+
+    def of_image(self, image: Path, offered: Path) -> Path:
+        """The copy an image needs. Raises ResumeFailed when this node does not have it."""
+        current = self.keep(offered)
+        try:
+            name = (image / _NOTE).read_text()
+        except FileNotFoundError:
+            return current
+        if name == current.name:
+            return current
+        wanted = self._directory / name
+        if "/" in name or not wanted.is_file():
+            raise ResumeFailed(
+                f"the memory image was taken with the supervisor {name}, which is not on this node",
+                next_step="Resume where it was taken, or resume its files only.",
+            )
+        return wanted
