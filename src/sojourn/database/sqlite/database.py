@@ -156,6 +156,7 @@ class SqliteDatabase:
         return self._writer.submit(
             lambda connection: apply(connection, items),
             durable=durable,
+            urgent=any(_is_urgent(item) for item in items),
             then=(lambda _: self._notices.publish(grown)) if grown else None,
         )
 
@@ -344,7 +345,10 @@ class SqliteDatabase:
                 self._notices.publish(grown)
 
         answer: tuple[Operation, bool] = await self._writer.submit(
-            lambda connection: begin(connection, asked), durable=True, then=begun
+            lambda connection: begin(connection, asked),
+            durable=True,
+            urgent=supersede,
+            then=begun,
         )
         return answer
 
@@ -540,6 +544,22 @@ def _sessions_with_events(items: Sequence[writes.Write]) -> set[str]:
     return {
         item.session for item in items if isinstance(item, writes.AppendEvent | writes.LinkEvent)
     }
+
+
+def _is_urgent(item: writes.Write) -> bool:
+    """Whether it frees space or ends acknowledged work, and so may use a full disk's reserve."""
+    if isinstance(item, writes.UpdateSession):
+        return item.changes.get("state") in (SessionState.DELETED, SessionState.FAILED)
+    if isinstance(item, writes.UpdateSnapshot):
+        return bool(item.changes.get("hidden") or item.changes.get("thinned"))
+    return isinstance(
+        item,
+        writes.SetStep
+        | writes.FinishOperation
+        | writes.SetSandboxState
+        | writes.DeleteSandbox
+        | writes.DeleteSnapshot,
+    )
 
 
 def _is_due(session: Session, now: float) -> bool:

@@ -20,6 +20,8 @@ from typing import Any
 
 from sojourn.database.sqlite.failures import busy, closed, translate
 from sojourn.database.sqlite.migrate import open_file
+from sojourn.database.sqlite.reserve import Reserve
+from sojourn.errors import StorageFull
 
 _log = logging.getLogger(__name__)
 _BATCH = 64
@@ -29,17 +31,19 @@ _Outcome = tuple[Any, BaseException | None]
 
 
 class _Job:
-    __slots__ = ("durable", "future", "then", "work")
+    __slots__ = ("durable", "future", "then", "urgent", "work")
 
     def __init__(
         self,
         work: Work,
         durable: bool,
+        urgent: bool,
         future: asyncio.Future[Any],
         then: Callable[[Any], None] | None,
     ) -> None:
         self.work = work
         self.durable = durable
+        self.urgent = urgent
         self.future = future
         self.then = then
 
@@ -51,6 +55,11 @@ class Writer:
         self._path = path
         self._loop = loop
         self._connection = open_file(path)
+        try:
+            self._reserve = Reserve(path)
+        except OSError:
+            self._connection.close()
+            raise
         self._synchronous = True
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closing = False
@@ -58,15 +67,21 @@ class Writer:
         self._thread.start()
 
     def submit(
-        self, work: Work, *, durable: bool, then: Callable[[Any], None] | None = None
+        self,
+        work: Work,
+        *,
+        durable: bool,
+        urgent: bool = False,
+        then: Callable[[Any], None] | None = None,
     ) -> asyncio.Future[Any]:
         """Queue a job. `then` is called on the loop with the result once it is committed, even
-        when the one who waited for the future is gone. The job runs even if that is cancelled."""
+        when the one who waited for the future is gone. The job runs even if that is cancelled.
+        An `urgent` one may use the reserve of a full disk."""
         future: asyncio.Future[Any] = self._loop.create_future()
         if self._closing:
             future.set_exception(closed(self._path))
         else:
-            self._jobs.put(_Job(work, durable, future, then))
+            self._jobs.put(_Job(work, durable, urgent, future, then))
         return future
 
     async def close(self) -> None:
@@ -83,6 +98,7 @@ class Writer:
                 batch, last = self._take()
                 if batch:
                     self._report(self._perform(batch))
+                    self._renew_reserve()
                 if last:
                     return
         finally:
@@ -105,6 +121,10 @@ class Writer:
             outcomes = []
             for job in batch:
                 outcomes.extend(self._transaction([job]) or [])
+        for index, (job, (_, error)) in enumerate(outcomes):
+            if job.urgent and isinstance(error, StorageFull):
+                self._reserve.release()
+                outcomes[index : index + 1] = self._transaction([job]) or []
         return outcomes
 
     def _transaction(self, batch: list[_Job]) -> list[tuple[_Job, _Outcome]] | None:
@@ -148,6 +168,12 @@ class Writer:
             return None, error
         connection.execute("RELEASE job")
         return result, None
+
+    def _renew_reserve(self) -> None:
+        try:
+            self._reserve.renew()
+        except OSError:
+            _log.exception("the reserve of %s cannot be renewed", self._path)
 
     def _roll_back(self) -> None:
         if self._connection.in_transaction:
