@@ -134,7 +134,8 @@ def decide(session: Session, command: Command) -> Transition:
     if transition is None:
         if state is DELETED:
             raise SessionNotFound(f"session {session.id} does not exist", session=session.id)
-        raise _refused(session, f"session {session.id} is {state}: {verb} is not possible")
+        because = f" ({session.cause})" if session.cause else ""
+        raise _refused(session, f"session {session.id} is {state}{because}: {verb} is not possible")
     wakes = verb in _CALLS and state in (PAUSED, SUSPENDED)
     if wakes and not (session.policy.auto_resume and command.wake):
         raise _refused(session, f"session {session.id} is {state} and does not resume by itself")

@@ -119,7 +119,7 @@ class Sandbox:
                 tasks.create_task(asyncio.to_thread(self._launch))
                 tasks.create_task(self.guest.attach(ATTACH_SECONDS))
                 tasks.create_task(asyncio.to_thread(self._verify, trusted))
-            await self.guest.refresh(generation=generation, hostname=self.record.config.hostname)
+            await self.guest.refresh(generation=generation)
             await self.mark()
         except BaseException as error:
             await asyncio.shield(self.destroy())

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The HTTP API and the service behind it."""

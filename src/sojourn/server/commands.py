@@ -163,8 +163,8 @@ class Commands:
                 ):
                     collected.add(output)
                 state = await guest.wait(state.id)
+                await guest.forget(state.id)
             self._note(turn, state)
-            await guest.forget(state.id)
             self._quota(turn, state)
             return ExecResult(
                 exit_code=exit_code(state),
@@ -217,11 +217,11 @@ class Commands:
                         offsets[output.stream - 1] = output.offset + len(output.data)
                         yield output
                     state = await guest.wait(state.id)
+                    await guest.forget(state.id)
             except Interrupted as error:
                 error.details.update(process=state.id, stdout=offsets[0], stderr=offsets[1])
                 raise
             self._note(turn, state)
-            await guest.forget(state.id)
             self._quota(turn, state)
             yield state
 

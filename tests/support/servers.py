@@ -1,0 +1,127 @@
+"""A real server in a process of its own, for tests that kill it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from sojourn.client import Sojourn
+
+
+class ServerProcess:
+    """Starts, kills and stops `sojourn up` on one data directory."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self.url = ""
+        self._log = data.parent / f"{data.name}.log"
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def token(self) -> str:
+        return (self.data / "token").read_text().strip()
+
+    def client(self, token: str | None = None) -> Sojourn:
+        return Sojourn(url=self.url, token=token or self.token)
+
+    def start(self, **environment: str) -> Sojourn:
+        """Start; raises with the log when it does not become ready."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sojourn.cli.main", "up"]
+                + ["--data", str(self.data), "--listen", "127.0.0.1:0"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | environment,
+            )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.startswith("ready "):
+            self._process.wait(timeout=30)
+            raise RuntimeError(f"no ready line, exit {self._process.returncode}: {self.log()}")
+        self.url = line.split()[1]
+        return self.client()
+
+    def log(self, length: int = 4000) -> str:
+        return self._log.read_text(errors="replace")[-length:]
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash."""
+        if self._process is not None:
+            self._process.kill()
+            self.wait()
+
+    def wait(self, timeout: float = 60) -> int:
+        """Wait for its end; the exit code."""
+        assert self._process is not None
+        code = self._process.wait(timeout=timeout)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._process = None
+        return code
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> int:
+        """SIGTERM, as an operator."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def restart(self, **environment: str) -> Sojourn:
+        """Kill and start again."""
+        self.kill()
+        return self.start(**environment)
+
+    def remove(self) -> None:
+        """Delete every session, stop, and check that nothing is left on the machine."""
+        if not self.running:
+            self.start()
+        client = self.client()
+        for session in client.sessions.list():
+            session.delete()
+        self.stop()
+        left = host_processes(self.data)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, f"processes left: {left}"
+        assert str(self.data) not in Path("/proc/self/mounts").read_text()
+
+
+def host_processes(data: Path) -> list[int]:
+    """Host processes whose command line names the data directory."""
+    needle = os.fsencode(str(data))
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if needle in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return found
+
+
+def eventually(condition, timeout: float = 20.0, every: float = 0.05):  # type: ignore[no-untyped-def]
+    """The condition's first true value; fails when it does not come."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{condition} did not come true in {timeout} s, last {value!r}")
+        time.sleep(every)
