@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from sojourn.cli import doctor as command
-from sojourn.errors import HostUnfit, ResumeFailed
+from sojourn.errors import HostUnfit, ResumeFailed, SojournError
 from sojourn.node import doctor, mounts, smoke, tools
 from sojourn.node.doctor import Finding, Host, State
+from sojourn.node.isolation import cgroups, processes
 
 GIB = 1024**3
 
@@ -178,26 +180,57 @@ def test_trying_an_overlay_leaves_nothing(tmp_path: Path) -> None:
     assert mounts.mounts_under(tmp_path) == []
 
 
+def assert_nothing_left(directory: Path) -> None:
+    assert list(directory.iterdir()) == []
+    assert mounts.mounts_under(directory) == []
+    lines = [processes.command_line(pid) for pid in processes.all_pids()]
+    assert [line for line in lines if any(str(directory) in word for word in line)] == []
+    assert not any(path.name.startswith("sojourn-smoke-") for path in Path("/run").iterdir())
+    groups = [tree / f"sojourn-smoke-{os.getpid()}-*" for tree in cgroup_tops()]
+    assert [found for group in groups for found in group.parent.glob(group.name)] == []
+
+
+def cgroup_tops() -> list[Path]:
+    found = cgroups.detect()
+    return [*found.v1.values(), *([found.v2] if found.v2 else [])]
+
+
 @pytest.mark.privileged
 def test_a_sandbox_goes_on_and_leaves_nothing(tmp_path: Path) -> None:
-    before = set(Path("/run").iterdir())
     assert "went on" in smoke.run(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert mounts.mounts_under(tmp_path) == []
-    left = {path.name for path in set(Path("/run").iterdir()) - before}
-    assert not any("sojourn-smoke" in name for name in left)
+    assert_nothing_left(tmp_path)
 
 
 @pytest.mark.privileged
-def test_a_sandbox_that_cannot_boot_leaves_nothing(
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("raise SystemExit('no reason')", "ended: no reason"),
+        ("print('listening', flush=True); import time; time.sleep(600)", "does not answer"),
+    ],
+)
+def test_a_sandbox_that_fails_the_check_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, why: str
+) -> None:
+    monkeypatch.setattr(smoke, "_PROGRAM", program)
+    with pytest.raises(HostUnfit, match=why):
+        smoke.run(tmp_path)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.privileged
+def test_a_sandbox_that_does_not_start_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(smoke, "_PROGRAM", "#!/usr/bin/python3\nraise SystemExit(1)\n")
-    monkeypatch.setattr(smoke, "_ANSWER_SECONDS", 0.5)
-    with pytest.raises(HostUnfit, match="did not answer"):
-        smoke.run(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert mounts.mounts_under(tmp_path) == []
+    broken = tmp_path / "broken"
+    broken.write_text("#!/no/such/interpreter\n")
+    broken.chmod(0o755)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.setenv("SOJOURN_SUPERVISOR", str(broken))
+    with pytest.raises(SojournError):
+        smoke.run(work)
+    assert_nothing_left(work)
 
 
 def test_a_host_without_tools_is_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

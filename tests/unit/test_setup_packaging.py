@@ -90,7 +90,7 @@ def test_start_up_imports_little() -> None:
     code = (
         "import sys, sojourn.cli.main;"
         "print([m for m in sys.modules if m.split('.')[0] in"
-        " {'rich', 'litestar', 'httpcore', 'msgspec', 'asyncio'}])"
+        " {'rich', 'litestar', 'uvicorn', 'httpcore', 'asyncio', 'sqlite3'}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

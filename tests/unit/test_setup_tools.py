@@ -230,6 +230,16 @@ def test_a_supervisor_with_shared_libraries_is_refused(sources: Path) -> None:
         ensure_supervisor(lambda line: None)
 
 
+def test_sources_that_change_during_the_build_are_not_taken_for_what_was_built(
+    sources: Path,
+) -> None:
+    makefile = MAKEFILE.format(flags="-static") + "\techo >> main.c\n"
+    (sources / "Makefile").write_text(makefile)
+    with pytest.raises(HostUnfit, match="changed while it was built"):
+        ensure_supervisor(lambda line: None)
+    assert list(tools.tools_directory().glob("supervisor-*")) == []
+
+
 def test_a_given_supervisor_has_to_be_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

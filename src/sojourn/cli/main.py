@@ -3,7 +3,7 @@
 Guarantee: every failure ends with one line that names the cause, the next step, and an exit code
 of its own (100 to 118, as `sojourn.errors` gives them), never with an exit code that a command
 run inside a session could have given by itself. With `--json` the failure is the JSON error body
-on standard error. Start-up imports no more than click, so that `sojourn exec` stays quick.
+on standard error. Start-up imports little more than click, so that `sojourn exec` stays quick.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, str] = {
     "setup": "sojourn.cli.setup:command",
     "doctor": "sojourn.cli.doctor:command",
+    "up": "sojourn.cli.up:command",
 }
 """Every subcommand: its name, and `module:attribute` of its click command."""
 
@@ -136,3 +137,7 @@ def main() -> None:
     if "_SOJOURN_COMPLETE" in os.environ:  # the shell asks for completions, or for their script
         cli.main(prog_name="sojourn")
     sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

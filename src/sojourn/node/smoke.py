@@ -1,22 +1,20 @@
 """A sandbox booted, put away and brought back: the proof that this host carries sessions.
 
 Guarantee: it passes only when a process that counts in memory, in a file, in a mapped file and in
-a database went on after its files and its memory were parted from the sandbox they came from, with
-all of them agreeing; nothing of it is left on the host afterwards, however it ends.
-
-The process is its own tiny PID 1, so that a fault of the supervisor is not taken for one of the
-host; it speaks the same way, by connecting out to the node's socket.
+a database, and answers on a socket, went on after its files and its memory were parted from the
+sandbox they came from, with all of them agreeing; nothing of it is left on the host afterwards,
+however it ends. It goes the way of a session: overlay, driver, supervisor, link.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
-import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,12 @@ from sojourn.node import mounts, tools
 from sojourn.node.isolation.base import SandboxSpec
 from sojourn.node.isolation.cgroups import CgroupTree
 from sojourn.node.isolation.gvisor import GVisorDriver
+from sojourn.node.link import GuestLink
+from sojourn.wire.guest import ProcessSpec
 
 _ANSWER_SECONDS = 20.0
 
-_PROGRAM = r"""#!/usr/bin/python3
+_PROGRAM = r"""
 import json, mmap, os, socket, sqlite3, threading, time
 
 os.makedirs("/root", exist_ok=True)
@@ -69,16 +69,21 @@ def state():
         }
 
 
+listener = socket.socket()
+listener.bind(("127.0.0.1", 7000))
+listener.listen()
 threading.Thread(target=work, daemon=True).start()
+print("listening", flush=True)
 while True:
-    link = socket.socket(socket.AF_UNIX)
-    try:
-        link.connect("/run/sojourn/node/node.sock")
-        if link.recv(1):
-            link.sendall(json.dumps(state()).encode())
-    except OSError:
-        time.sleep(0.002)
+    link, _ = listener.accept()
+    link.sendall(json.dumps(state()).encode())
     link.close()
+"""
+
+_ASK = """
+import socket
+with socket.create_connection(("127.0.0.1", 7000)) as link, link.makefile("rb") as answer:
+    print(answer.read().decode())
 """
 
 
@@ -95,40 +100,53 @@ def run(directory: Path, template: str = "debian") -> str:
         with tempfile.TemporaryDirectory(prefix="sojourn-smoke-", dir="/run") as state:
             driver = GVisorDriver(tools.runsc_path(), Path(state), scope)
             try:
-                return _put_away_and_back(driver, work, root)
+                return asyncio.run(_put_away_and_back(driver, work, root))
             finally:
                 driver.sweep(keep=set())
                 mounts.cleanup_mounts(work)
                 CgroupTree(scope).remove()
 
 
-def _put_away_and_back(driver: GVisorDriver, work: Path, root: Path) -> str:
-    program = work / "program"
-    program.write_text(_PROGRAM)
-    program.chmod(0o755)
+async def _put_away_and_back(driver: GVisorDriver, work: Path, root: Path) -> str:
+    supervisor = tools.supervisor_path()
     image = work / "image"
     image.mkdir()
     took: dict[str, float] = {}
 
-    first = _prepare(work / "first", [root], program)
-    with _timed(took, "boot"):
-        driver.start(first)
-        before = _ask(first)
-    with _timed(took, "capture"):
-        driver.freeze(first)
-        driver.checkpoint(first, image)
+    first = _prepare(work / "first", [root], supervisor)
+    async with _linked(first) as guest:
+        with _timed(took, "boot"):
+            await asyncio.to_thread(driver.start, first)
+            await guest.attach(_ANSWER_SECONDS)
+            await _start_program(guest)
+        before = await _ask(guest)
+        with _timed(took, "capture"):
+            await guest.detach(_ANSWER_SECONDS)
+            driver.freeze(first)
+            driver.checkpoint(first, image)
     driver.destroy(first)
     mounts.unmount(first.root)
 
-    second = _prepare(work / "second", [work / "first" / "upper", root], program)
-    with _timed(took, "restore"):
-        driver.restore(second, image)
-        after = _ask(second)
+    second = _prepare(work / "second", [work / "first" / "upper", root], supervisor)
+    async with _linked(second) as guest:
+        with _timed(took, "restore"):
+            await asyncio.to_thread(driver.restore, second, image)
+            await guest.attach(_ANSWER_SECONDS)
+            after = await _ask(guest)
     judge(before, after, time.time())
     driver.destroy(second)
     mounts.unmount(second.root)
     times = ", ".join(f"{what} {seconds * 1000:.0f} ms" for what, seconds in took.items())
     return f"processes and files went on where they were ({times})"
+
+
+@contextlib.asynccontextmanager
+async def _linked(spec: SandboxSpec) -> AsyncIterator[GuestLink]:
+    guest = GuestLink(spec.control)
+    try:
+        yield guest
+    finally:
+        await guest.close()
 
 
 @contextlib.contextmanager
@@ -138,7 +156,7 @@ def _timed(took: dict[str, float], what: str) -> Iterator[None]:
     took[what] = time.perf_counter() - started
 
 
-def _prepare(directory: Path, lowers: list[Path], program: Path) -> SandboxSpec:
+def _prepare(directory: Path, lowers: list[Path], supervisor: Path) -> SandboxSpec:
     for part in ("upper", "work", "root", "control"):
         (directory / part).mkdir(parents=True)
     mounts.mount_overlay(lowers, directory / "upper", directory / "work", directory / "root")
@@ -147,7 +165,7 @@ def _prepare(directory: Path, lowers: list[Path], program: Path) -> SandboxSpec:
         directory=directory,
         root=directory / "root",
         control=directory / "control",
-        supervisor=program,
+        supervisor=supervisor,
         argv=[],
         env={"PATH": "/usr/bin:/bin"},
         hostname="smoke",
@@ -155,33 +173,30 @@ def _prepare(directory: Path, lowers: list[Path], program: Path) -> SandboxSpec:
     )
 
 
-def _ask(spec: SandboxSpec) -> dict[str, Any]:
-    """Take the sandbox's connection, ask for its state, and leave nothing attached."""
-    path = spec.control / "node.sock"
-    # Reached through a descriptor, since the directory's own path may be too long for a socket.
-    directory = os.open(spec.control, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.settimeout(_ANSWER_SECONDS)
-            listener.bind(f"/proc/self/fd/{directory}/node.sock")
-            listener.listen()
-            connection, _ = listener.accept()
-        with connection, connection.makefile("rb") as answer:
-            # First the name goes, then the sandbox hangs up by itself: so it cannot come back
-            # and be attached at the freeze.
-            path.unlink()
-            connection.settimeout(_ANSWER_SECONDS)
-            connection.sendall(b"?")
-            state: dict[str, Any] = json.loads(answer.read())
-            return state
-    except TimeoutError as error:
+async def _start_program(guest: GuestLink) -> None:
+    """Start the counting process; gives back once it answers."""
+    process = await guest.start(ProcessSpec([b"/usr/bin/python3", b"-c", _PROGRAM.encode()]))
+    said = b""
+    async with asyncio.timeout(_ANSWER_SECONDS):
+        async for output in guest.output(process.id):
+            said += output.data
+            if b"listening" in said:
+                return
+    raise HostUnfit(f"a process in the sandbox ended: {said.decode(errors='replace').strip()}")
+
+
+async def _ask(guest: GuestLink) -> dict[str, Any]:
+    """The counting process's own view of its state."""
+    spec = ProcessSpec([b"/usr/bin/python3", b"-c", _ASK.encode()], timeout=_ANSWER_SECONDS)
+    ended, outputs = await guest.run(spec)
+    said = b"".join(output.data for output in outputs)
+    if ended.exit_code != 0:
         raise HostUnfit(
-            f"the sandbox did not answer within {_ANSWER_SECONDS:g} s",
+            f"the process in the sandbox does not answer: {said.decode(errors='replace').strip()}",
             next_step="Try again on an idle machine; then try a newer runsc (SOJOURN_RUNSC).",
-        ) from error
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(directory)
+        )
+    state: dict[str, Any] = json.loads(said)
+    return state
 
 
 def judge(before: dict[str, Any], after: dict[str, Any], now: float) -> None:

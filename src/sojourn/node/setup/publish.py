@@ -40,7 +40,7 @@ def exclusive(lock: Path, progress: Progress) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress(f"waiting for another set-up of {lock.stem}")
+            progress(f"waiting for another set-up of {lock.stem.lstrip('.')}")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

@@ -37,7 +37,8 @@ def ensure_supervisor(progress: Progress) -> Path:
     if os.environ.get("SOJOURN_SUPERVISOR"):
         return tools.supervisor_path()
     sources = tools.supervisor_sources()
-    target = tools.tools_directory() / f"supervisor-{tools.supervisor_digest(sources)}"
+    digest = tools.supervisor_digest(sources)
+    target = tools.tools_directory() / f"supervisor-{digest}"
 
     def build(staging: Path) -> None:
         progress("supervisor: compiling")
@@ -51,6 +52,11 @@ def ensure_supervisor(progress: Progress) -> Path:
         program = work / PROGRAM
         if not is_static(program):
             raise HostUnfit("the supervisor came out linked to shared libraries")
+        if tools.supervisor_digest(sources) != digest:
+            raise HostUnfit(
+                "the supervisor's sources were changed while it was built",
+                next_step="Run `sojourn setup` again.",
+            )
         shutil.move(program, staging / PROGRAM)
         shutil.rmtree(work)
 
