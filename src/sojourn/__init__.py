@@ -1,1 +1,193 @@
-"""Sojourn: stateful execution for AI agents."""
+"""Sojourn: stateful execution for AI agents.
+
+    from sojourn import Sojourn
+
+Guarantee: importing the package costs next to nothing; the client and its HTTP stack are loaded
+when one of their names is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sojourn.errors import (
+    CaptureFailed,
+    CaptureRefused,
+    CommandNotStarted,
+    Conflict,
+    DiskQuotaExceeded,
+    FileConflict,
+    FileMissing,
+    Forbidden,
+    HostUnfit,
+    IdempotencyMismatch,
+    IntegrityError,
+    Interrupted,
+    InvalidRequest,
+    NameTaken,
+    NotFound,
+    OperationNotFound,
+    OutputTruncated,
+    PathInvalid,
+    ProcessNotFound,
+    QuotaExceeded,
+    ResumeFailed,
+    SandboxLost,
+    SessionBusy,
+    SessionNotFound,
+    SnapshotNotFound,
+    SojournError,
+    StaleEpoch,
+    StorageFull,
+    TooLarge,
+    Unauthenticated,
+    UnknownTemplate,
+    UnlinkedOpenFile,
+    Unreachable,
+    Unsupported,
+    WrongState,
+)
+
+if TYPE_CHECKING:
+    from sojourn.client import (
+        AsyncFiles,
+        AsyncProcess,
+        AsyncSession,
+        AsyncSojourn,
+        ExecResult,
+        Files,
+        Process,
+        Session,
+        Sojourn,
+    )
+    from sojourn.model import AutoSnapshot, Limits, Policy, SessionState
+    from sojourn.wire.api import (
+        ChangeInfo,
+        DiffInfo,
+        EventInfo,
+        FileChange,
+        FileInfo,
+        OperationInfo,
+        ProcessInfo,
+        SessionInfo,
+        SnapshotInfo,
+        StatusInfo,
+        TemplateInfo,
+        TokenInfo,
+        VerifyReport,
+    )
+    from sojourn.wire.code import CodeResult
+    from sojourn.wire.guest import Output
+
+_LAZY = {
+    "sojourn.client": (
+        "AsyncFiles",
+        "AsyncProcess",
+        "AsyncSession",
+        "AsyncSojourn",
+        "ExecResult",
+        "Files",
+        "Process",
+        "Session",
+        "Sojourn",
+    ),
+    "sojourn.model": ("AutoSnapshot", "Limits", "Policy", "SessionState"),
+    "sojourn.wire.api": (
+        "ChangeInfo",
+        "DiffInfo",
+        "EventInfo",
+        "FileChange",
+        "FileInfo",
+        "OperationInfo",
+        "ProcessInfo",
+        "SessionInfo",
+        "SnapshotInfo",
+        "StatusInfo",
+        "TemplateInfo",
+        "TokenInfo",
+        "VerifyReport",
+    ),
+    "sojourn.wire.code": ("CodeResult",),
+    "sojourn.wire.guest": ("Output",),
+}
+_HOME = {name: module for module, names in _LAZY.items() for name in names}
+
+__all__ = [
+    "AsyncFiles",
+    "AsyncProcess",
+    "AsyncSession",
+    "AsyncSojourn",
+    "AutoSnapshot",
+    "CaptureFailed",
+    "CaptureRefused",
+    "ChangeInfo",
+    "CodeResult",
+    "CommandNotStarted",
+    "Conflict",
+    "DiffInfo",
+    "DiskQuotaExceeded",
+    "EventInfo",
+    "ExecResult",
+    "FileChange",
+    "FileConflict",
+    "FileInfo",
+    "FileMissing",
+    "Files",
+    "Forbidden",
+    "HostUnfit",
+    "IdempotencyMismatch",
+    "IntegrityError",
+    "Interrupted",
+    "InvalidRequest",
+    "Limits",
+    "NameTaken",
+    "NotFound",
+    "OperationInfo",
+    "OperationNotFound",
+    "Output",
+    "OutputTruncated",
+    "PathInvalid",
+    "Policy",
+    "Process",
+    "ProcessInfo",
+    "ProcessNotFound",
+    "QuotaExceeded",
+    "ResumeFailed",
+    "SandboxLost",
+    "Session",
+    "SessionBusy",
+    "SessionInfo",
+    "SessionNotFound",
+    "SessionState",
+    "SnapshotInfo",
+    "SnapshotNotFound",
+    "Sojourn",
+    "SojournError",
+    "StaleEpoch",
+    "StatusInfo",
+    "StorageFull",
+    "TemplateInfo",
+    "TokenInfo",
+    "TooLarge",
+    "Unauthenticated",
+    "UnknownTemplate",
+    "UnlinkedOpenFile",
+    "Unreachable",
+    "Unsupported",
+    "VerifyReport",
+    "WrongState",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME.get(name)
+    if module is None:
+        raise AttributeError(f"module 'sojourn' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -21,7 +21,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 # -- sessions -----------------------------------------------------------------------------------
 
 
-class CreateSession(Request):
+class CreateSession(Request, frozen=True):
     """`driver` None takes the node's default; `env` is present in every command of the session."""
 
     template: str = "debian"
@@ -35,41 +35,41 @@ class CreateSession(Request):
     cwd: str | None = None
 
 
-class UpdateSession(Request):
+class UpdateSession(Request, frozen=True):
     """Only the given fields change. `limits` and `policy` replace the whole value."""
 
-    name: str | None | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType | None = msgspec.UNSET
     labels: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     limits: Limits | msgspec.UnsetType = msgspec.UNSET
     policy: Policy | msgspec.UnsetType = msgspec.UNSET
 
 
-class KeepAlive(Request):
+class KeepAlive(Request, frozen=True):
     """Push the idle deadline to at least `seconds` from now; it never moves nearer."""
 
     seconds: float
 
 
-class SnapshotRequest(Request):
+class SnapshotRequest(Request, frozen=True):
     """`memory` False takes files only."""
 
     label: str | None = None
     memory: bool = True
 
 
-class SuspendRequest(Request):
+class SuspendRequest(Request, frozen=True):
     """`memory` False keeps files only: processes end."""
 
     memory: bool = True
 
 
-class RollbackRequest(Request):
+class RollbackRequest(Request, frozen=True):
     """`snapshot` is an id or a label of the session's tree."""
 
     snapshot: str
 
 
-class ForkRequest(Request):
+class ForkRequest(Request, frozen=True):
     """`snapshot` None forks from now; the children are named `names` when given."""
 
     n: int = 1
@@ -79,7 +79,7 @@ class ForkRequest(Request):
     start: bool = True
 
 
-class PromoteRequest(Request):
+class PromoteRequest(Request, frozen=True):
     """Make this fork's head the head of the session it was forked from."""
 
 
@@ -178,8 +178,9 @@ class VerifyReport(msgspec.Struct, frozen=True):
 
 
 class OperationInfo(msgspec.Struct, frozen=True):
-    """A verb under way or done. `state` is pending, running, succeeded or failed; `result` depends
-    on the verb (a session, sessions, a snapshot), `error` is an error body."""
+    """A verb under way or done. `state` is pending, running, succeeded or failed. `result` of one
+    that succeeded is a SnapshotInfo for snapshot, a list of SessionInfo for fork, null for delete
+    and a SessionInfo for every other verb. `error` of one that failed is an ErrorBody."""
 
     id: str
     session: str
@@ -207,10 +208,22 @@ class EventInfo(msgspec.Struct, frozen=True):
     operation: str | None
 
 
+class TurnRequest(Request, frozen=True):
+    """Begin a group of calls that counts as one turn; `label` names its snapshot."""
+
+    label: str | None = None
+
+
+class TurnInfo(msgspec.Struct, frozen=True):
+    """A turn that was begun; `turn` ends it."""
+
+    turn: str
+
+
 # -- commands -----------------------------------------------------------------------------------
 
 
-class ExecRequest(Request):
+class ExecRequest(Request, frozen=True):
     """A command: `argv`, or `shell` text for the session's shell.
 
     `argv_bytes` gives arguments that are not UTF-8. `stdin` is inline input (at most 1 MiB;
@@ -229,7 +242,7 @@ class ExecRequest(Request):
     max_output: int = 16 * 1024 * 1024
 
 
-class SpawnRequest(ExecRequest):
+class SpawnRequest(ExecRequest, frozen=True):
     """A process that goes on by itself. `keep` bytes of each stream are kept inside for later."""
 
     open_stdin: bool = False
@@ -270,21 +283,21 @@ class ProcessInfo(msgspec.Struct, frozen=True):
     stderr: tuple[int, int]
 
 
-class SignalRequest(Request):
+class SignalRequest(Request, frozen=True):
     """`signal` is a number or a name such as TERM."""
 
     signal: int | str = "KILL"
     group: bool = True
 
 
-class ResizeRequest(Request):
+class ResizeRequest(Request, frozen=True):
     """Terminal size."""
 
     rows: int
     columns: int
 
 
-class CodeRequest(Request):
+class CodeRequest(Request, frozen=True):
     """Code for the session's persistent interpreter."""
 
     code: str
@@ -320,6 +333,14 @@ class FileChange(msgspec.Struct, frozen=True):
     path_bytes: bytes | None = None
 
 
+class TreeInfo(msgspec.Struct, frozen=True):
+    """What was unpacked: members of the tar, bytes of file content, and members left out."""
+
+    members: int
+    bytes: int
+    skipped: list[str] = []
+
+
 # -- service ------------------------------------------------------------------------------------
 
 
@@ -332,7 +353,7 @@ class TemplateInfo(msgspec.Struct, frozen=True):
     created_at: float
 
 
-class CreateToken(Request):
+class CreateToken(Request, frozen=True):
     """A token for a tenant; made by the operator."""
 
     tenant: str
@@ -358,3 +379,17 @@ class StatusInfo(msgspec.Struct, frozen=True):
     sandboxes: int
     disk_free_bytes: int
     store_bytes: int
+
+
+class HealthInfo(msgspec.Struct, frozen=True):
+    """The answer of a server that serves."""
+
+    status: str
+    version: str
+
+
+class ServerAddress(msgspec.Struct, frozen=True):
+    """The content of `server.json`: where the local server answers, and its process."""
+
+    url: str
+    pid: int

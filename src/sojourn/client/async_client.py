@@ -1,0 +1,146 @@
+"""The asynchronous client.
+
+Guarantee: safe to share between the tasks of one event loop; every failure is a SojournError with
+a stable `code`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from sojourn.client import core, core_sessions
+from sojourn.client.async_session import AsyncSession
+from sojourn.client.async_transport import AsyncTransport
+from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
+from sojourn.wire.api import HealthInfo, OperationInfo, StatusInfo, TemplateInfo, TokenInfo
+
+
+class AsyncSojourn:
+    """A connection to a Sojourn server.
+
+    Without `url` and `token` they are taken from SOJOURN_URL and SOJOURN_TOKEN, else from the
+    files of the local server (SOJOURN_DATA). Use it as an asynchronous context manager, or
+    `close` it.
+
+        async with AsyncSojourn() as client:
+            session = await client.sessions.create(template="debian")
+            print((await session.exec("echo hello")).text)
+
+    Raises Unreachable when no server is named and none runs here.
+    """
+
+    def __init__(self, url: str | None = None, token: str | None = None) -> None:
+        address = core.find_server(url, token, dict(os.environ))
+        self._transport = AsyncTransport(address)
+        self.sessions = AsyncSessions(self._transport)
+        self.tokens = AsyncTokens(self._transport)
+
+    async def __aenter__(self) -> AsyncSojourn:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._transport.url
+
+    async def close(self) -> None:
+        """Close the connections. Sessions go on."""
+        await self._transport.close()
+
+    async def health(self) -> HealthInfo:
+        """Whether the server serves. Needs no token."""
+        return await self._transport.run(core_sessions.health())
+
+    async def status(self) -> StatusInfo:
+        """The server at a glance."""
+        return await self._transport.run(core_sessions.status())
+
+    async def templates(self) -> list[TemplateInfo]:
+        """The templates sessions can start from."""
+        return await self._transport.run(core_sessions.templates())
+
+    async def operation(self, operation: str) -> OperationInfo:
+        """An operation as it stands. Raises OperationNotFound."""
+        return await self._transport.run(core_sessions.operation(operation))
+
+
+class AsyncSessions:
+    """The sessions of the token's tenant."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def create(
+        self,
+        template: str = "debian",
+        name: str | None = None,
+        labels: Labels | None = None,
+        env: Mapping[str, str] | None = None,
+        limits: LimitsLike | None = None,
+        policy: PolicyLike | None = None,
+        idempotency_key: str | None = None,
+        *,
+        driver: str | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> AsyncSession:
+        """Create a session and start its sandbox.
+
+        `name` is unique among the tenant's live sessions. `env` is present in every command.
+        `limits` and `policy` are structs or mappings of their fields. The same `idempotency_key`
+        and arguments give the same session. Raises UnknownTemplate, NameTaken, QuotaExceeded,
+        IdempotencyMismatch, InvalidRequest.
+        """
+        info = await self._transport.run(
+            core_sessions.create(
+                template=template,
+                name=name,
+                labels=labels,
+                env=env,
+                limits=limits,
+                policy=policy,
+                driver=driver,
+                user=user,
+                cwd=cwd,
+                key=idempotency_key,
+            )
+        )
+        return AsyncSession(self._transport, info)
+
+    async def get(self, id_or_name: str) -> AsyncSession:
+        """A session by id or name. Raises SessionNotFound."""
+        info = await self._transport.run(core_sessions.get_session(id_or_name))
+        return AsyncSession(self._transport, info)
+
+    async def list(
+        self,
+        state: str | None = None,
+        labels: Labels | None = None,
+        limit: int | None = None,
+    ) -> list[AsyncSession]:
+        """Sessions, oldest first: in `state`, with all `labels`, at most `limit` (None: all)."""
+        plan = core_sessions.list_sessions(state=state, labels=labels, limit=limit)
+        return [AsyncSession(self._transport, info) for info in await self._transport.run(plan)]
+
+
+class AsyncTokens:
+    """The tokens of tenants; for the operator."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def create(self, tenant: str) -> TokenInfo:
+        """Make a token; its `token` is told this once. Raises Forbidden."""
+        return await self._transport.run(core_sessions.create_token(tenant))
+
+    async def revoke(self, token_id: str) -> None:
+        """Make a token worthless. Raises NotFound, Forbidden."""
+        await self._transport.run(core_sessions.revoke_token(token_id))
+
+    async def list(self) -> list[TokenInfo]:
+        """All tokens, without what they are. Raises Forbidden."""
+        return await self._transport.run(core_sessions.tokens())

@@ -1,0 +1,144 @@
+"""The blocking client.
+
+Guarantee: safe to share between threads; every failure is a SojournError with a stable `code`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from sojourn.client import core, core_sessions
+from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
+from sojourn.client.sync_session import Session
+from sojourn.client.transport import Transport
+from sojourn.wire.api import HealthInfo, OperationInfo, StatusInfo, TemplateInfo, TokenInfo
+
+
+class Sojourn:
+    """A connection to a Sojourn server.
+
+    Without `url` and `token` they are taken from SOJOURN_URL and SOJOURN_TOKEN, else from the
+    files of the local server (SOJOURN_DATA). Use it as a context manager, or `close` it.
+
+        with Sojourn() as client:
+            session = client.sessions.create(template="debian")
+            print(session.exec("echo hello").text)
+
+    Raises Unreachable when no server is named and none runs here.
+    """
+
+    def __init__(self, url: str | None = None, token: str | None = None) -> None:
+        address = core.find_server(url, token, dict(os.environ))
+        self._transport = Transport(address)
+        self.sessions = Sessions(self._transport)
+        self.tokens = Tokens(self._transport)
+
+    def __enter__(self) -> Sojourn:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._transport.url
+
+    def close(self) -> None:
+        """Close the connections. Sessions go on."""
+        self._transport.close()
+
+    def health(self) -> HealthInfo:
+        """Whether the server serves. Needs no token."""
+        return self._transport.run(core_sessions.health())
+
+    def status(self) -> StatusInfo:
+        """The server at a glance."""
+        return self._transport.run(core_sessions.status())
+
+    def templates(self) -> list[TemplateInfo]:
+        """The templates sessions can start from."""
+        return self._transport.run(core_sessions.templates())
+
+    def operation(self, operation: str) -> OperationInfo:
+        """An operation as it stands. Raises OperationNotFound."""
+        return self._transport.run(core_sessions.operation(operation))
+
+
+class Sessions:
+    """The sessions of the token's tenant."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def create(
+        self,
+        template: str = "debian",
+        name: str | None = None,
+        labels: Labels | None = None,
+        env: Mapping[str, str] | None = None,
+        limits: LimitsLike | None = None,
+        policy: PolicyLike | None = None,
+        idempotency_key: str | None = None,
+        *,
+        driver: str | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+    ) -> Session:
+        """Create a session and start its sandbox.
+
+        `name` is unique among the tenant's live sessions. `env` is present in every command.
+        `limits` and `policy` are structs or mappings of their fields. The same `idempotency_key`
+        and arguments give the same session. Raises UnknownTemplate, NameTaken, QuotaExceeded,
+        IdempotencyMismatch, InvalidRequest.
+        """
+        info = self._transport.run(
+            core_sessions.create(
+                template=template,
+                name=name,
+                labels=labels,
+                env=env,
+                limits=limits,
+                policy=policy,
+                driver=driver,
+                user=user,
+                cwd=cwd,
+                key=idempotency_key,
+            )
+        )
+        return Session(self._transport, info)
+
+    def get(self, id_or_name: str) -> Session:
+        """A session by id or name. Raises SessionNotFound."""
+        info = self._transport.run(core_sessions.get_session(id_or_name))
+        return Session(self._transport, info)
+
+    def list(
+        self,
+        state: str | None = None,
+        labels: Labels | None = None,
+        limit: int | None = None,
+    ) -> list[Session]:
+        """Sessions, oldest first: in `state`, with all `labels`, at most `limit` (None: all)."""
+        plan = core_sessions.list_sessions(state=state, labels=labels, limit=limit)
+        return [Session(self._transport, info) for info in self._transport.run(plan)]
+
+
+class Tokens:
+    """The tokens of tenants; for the operator."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def create(self, tenant: str) -> TokenInfo:
+        """Make a token; its `token` is told this once. Raises Forbidden."""
+        return self._transport.run(core_sessions.create_token(tenant))
+
+    def revoke(self, token_id: str) -> None:
+        """Make a token worthless. Raises NotFound, Forbidden."""
+        self._transport.run(core_sessions.revoke_token(token_id))
+
+    def list(self) -> list[TokenInfo]:
+        """All tokens, without what they are. Raises Forbidden."""
+        return self._transport.run(core_sessions.tokens())

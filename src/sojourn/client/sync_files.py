@@ -1,0 +1,139 @@
+"""Files of a session, blocking.
+
+Guarantee: contents are exact bytes and streamed where they are large; a file is replaced whole or
+not at all. Paths are absolute inside the session; bytes are taken for names that are not UTF-8.
+"""
+
+from __future__ import annotations
+
+import stat as modes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sojourn.client import core_files, trees
+from sojourn.client.core_files import PathLike
+from sojourn.client.transport import Transport, content_of
+from sojourn.errors import FileMissing
+from sojourn.wire.api import FileChange, FileInfo, TreeInfo
+
+
+class Files:
+    """The files of one session. Every call resumes a paused or suspended session first.
+
+    All methods may raise PathInvalid, FileMissing, FileConflict, Forbidden and SessionNotFound.
+    """
+
+    def __init__(self, transport: Transport, session: str) -> None:
+        self._transport = transport
+        self._session = session
+
+    def read(self, path: PathLike, *, offset: int = 0, length: int | None = None) -> bytes:
+        """A file's bytes, or `length` of them from `offset` on."""
+        if length == 0:
+            return b""
+        request = core_files.read_request(self._session, path, offset, length)
+        return b"".join(self._transport.content(request))
+
+    def read_text(self, path: PathLike) -> str:
+        """A file's content as UTF-8 text. Raises UnicodeDecodeError."""
+        return self.read(path).decode()
+
+    def stream(
+        self, path: PathLike, *, offset: int = 0, length: int | None = None
+    ) -> Iterator[bytes]:
+        """A file's bytes in pieces, for files of any size."""
+        yield from self._transport.content(
+            core_files.read_request(self._session, path, offset, length)
+        )
+
+    def write(
+        self,
+        path: PathLike,
+        data: Any,
+        *,
+        mode: int | None = None,
+        user: str | None = None,
+        append: bool = False,
+    ) -> FileInfo:
+        """Write bytes, text, an open file or an iterable of bytes to a file; parents are made.
+
+        `mode` and `user` default to those of a file that is replaced. Raises StorageFull,
+        DiskQuotaExceeded."""
+        content = content_of(data)
+        return self._transport.run(
+            core_files.write(self._session, path, content, mode=mode, user=user, append=append)
+        )
+
+    def stat(self, path: PathLike, *, follow: bool = True) -> FileInfo:
+        """Facts of a file; without `follow` of a symbolic link itself."""
+        return self._transport.run(core_files.stat(self._session, path, follow=follow))
+
+    def exists(self, path: PathLike) -> bool:
+        """Whether something stands at the path (a dangling link does)."""
+        try:
+            self.stat(path, follow=False)
+        except FileMissing:
+            return False
+        return True
+
+    def remove(self, path: PathLike, *, recursive: bool = False) -> None:
+        """Remove a file, or with `recursive` a directory and all in it."""
+        self._transport.run(core_files.remove(self._session, path, recursive=recursive))
+
+    def move(self, path: PathLike, to: PathLike) -> None:
+        """Move or rename a file or directory."""
+        self._transport.run(core_files.move(self._session, path, to))
+
+    def mkdir(self, path: PathLike, *, mode: int = 0o755, parents: bool = True) -> None:
+        """Make a directory; with `parents` also those above, and one that exists is fine."""
+        self._transport.run(core_files.mkdir(self._session, path, mode=mode, parents=parents))
+
+    def chmod(self, path: PathLike, mode: int) -> None:
+        """Change a file's mode."""
+        self._transport.run(core_files.chmod(self._session, path, mode))
+
+    def watch(self, path: PathLike, *, recursive: bool = False) -> Iterator[FileChange]:
+        """Changes under a directory as they happen; kind `overflow` says that some were missed."""
+        yield from self._transport.stream(
+            core_files.watch_source(self._session, path, recursive=recursive)
+        )
+
+    def upload(self, local: str | Path, remote: PathLike, *, owner: str | None = None) -> TreeInfo:
+        """Copy a local file to the path `remote`, or a local directory's content into the
+        directory `remote`, with links, modes, owners and times. `owner` (UID:GID) overrides the
+        local owners of a directory's content."""
+        source = Path(local)
+        if not source.is_dir():
+            with source.open("rb") as file:
+                mode = modes.S_IMODE(source.stat().st_mode)
+                info = self.write(remote, file, mode=mode)
+            return TreeInfo(1, info.size)
+        return self._transport.run(
+            core_files.upload(self._session, remote, trees.pack(source), owner=owner)
+        )
+
+    def download(self, remote: PathLike, local: str | Path, *, owners: bool = False) -> TreeInfo:
+        """Copy a file to the path `local`, or a directory's content into the directory `local`.
+
+        `owners` also takes over owners and set-user-id bits. Nothing is written outside `local`,
+        whatever names and links the session holds; device nodes are left out (`skipped`)."""
+        target = Path(local)
+        info = self.stat(remote)
+        if info.type != "dir":
+            pieces = self._transport.content(
+                core_files.read_request(self._session, remote, 0, None)
+            )
+            with trees.Saving(target, info.mode) as saving:
+                for piece in pieces:
+                    saving.feed(piece)
+                return saving.finish()
+        request = core_files.download_request(self._session, remote)
+        with trees.Unpacker(target, owners=owners) as unpacker:
+            for piece in self._transport.content(request):
+                unpacker.feed(piece)
+            return unpacker.finish()
+
+    def list(self, path: PathLike) -> list[FileInfo]:
+        """The entries of a directory, sorted by name."""
+        return self._transport.run(core_files.list_files(self._session, path))

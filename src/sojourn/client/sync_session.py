@@ -1,0 +1,362 @@
+"""A session, blocking."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, overload
+
+import msgspec
+
+from sojourn.client import core_commands, core_files, core_sessions
+from sojourn.client.core_commands import Command, ExecResult
+from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
+from sojourn.client.sync_files import Files
+from sojourn.client.sync_process import Process
+from sojourn.client.transport import Transport, content_of
+from sojourn.errors import SojournError
+from sojourn.wire.api import DiffInfo, EventInfo, SessionInfo, SnapshotInfo, VerifyReport
+from sojourn.wire.code import CodeResult
+
+
+class Turn:
+    """A group of calls under way; `snapshot` is what was taken at its end, if anything changed."""
+
+    def __init__(self) -> None:
+        self.snapshot: SnapshotInfo | None = None
+
+
+class Session:
+    """A session: files, processes and history that outlive every sandbox.
+
+    Attributes tell what was last heard from the server; `refresh` asks anew. Commands and file
+    access resume a paused or suspended session by themselves. Any call may raise SessionNotFound,
+    SessionBusy, Unauthenticated and Unreachable.
+    """
+
+    def __init__(self, transport: Transport, info: SessionInfo) -> None:
+        self._transport = transport
+        self.info = info
+        self.files = Files(transport, info.id)
+
+    def __repr__(self) -> str:
+        return f"<Session {self.id} {self.info.name or ''} {self.state}>"
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+        return self.info.id
+
+    @property
+    def name(self) -> str | None:
+        """Its name."""
+        return self.info.name
+
+    @property
+    def state(self) -> str:
+        """creating, running, paused, suspended, failed or deleted, when last asked."""
+        return self.info.state
+
+    @property
+    def head(self) -> str | None:
+        """The id of its newest snapshot, when last asked."""
+        return self.info.head
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Its labels, when last asked."""
+        return self.info.labels
+
+    def refresh(self) -> Session:
+        """Ask the server anew."""
+        self.info = self._transport.run(core_sessions.get_session(self.id))
+        return self
+
+    def update(
+        self,
+        *,
+        name: str | msgspec.UnsetType | None = msgspec.UNSET,
+        labels: Labels | None = None,
+        limits: LimitsLike | None = None,
+        policy: PolicyLike | None = None,
+    ) -> Session:
+        """Change what is given; `name=None` takes the name away. Raises NameTaken."""
+        self.info = self._transport.run(
+            core_sessions.update(self.id, name=name, labels=labels, limits=limits, policy=policy)
+        )
+        return self
+
+    def keep_alive(self, seconds: float) -> Session:
+        """Keep it from being suspended as idle for at least `seconds` from now."""
+        self.info = self._transport.run(core_sessions.keep_alive(self.id, seconds))
+        return self
+
+    # -- commands
+
+    def exec(
+        self,
+        command: Command,
+        *,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: Any = None,
+        on_stdout: Callable[[bytes], object] | None = None,
+        on_stderr: Callable[[bytes], object] | None = None,
+    ) -> ExecResult:
+        """Run a command to its end and give its exit code and all its output.
+
+        `command` is text for the session's shell, or a list of arguments. `timeout` in seconds
+        kills its whole process group. `stdin` is bytes, text, an open file or an iterable of
+        bytes, of any size. The callbacks get output as it comes. A non-zero exit code raises
+        nothing. Raises CommandNotStarted, Interrupted, SandboxLost.
+        """
+        collector = core_commands.Collector(on_stdout, on_stderr)
+        if core_commands.streams_input(stdin):
+            process = self.spawn(
+                command, timeout=timeout, env=env, cwd=cwd, user=user, stdin="pipe", lossless=True
+            )
+            return self._feed(process, stdin, collector)
+        source = core_commands.exec_source(
+            self.id,
+            command,
+            timeout=timeout,
+            env=env,
+            cwd=cwd,
+            user=user,
+            stdin=core_commands.inline_input(stdin),
+        )
+        for item in self._transport.stream(source):
+            collector.take(item)
+        return collector.result()
+
+    def _feed(self, process: Process, stdin: Any, collector: core_commands.Collector) -> ExecResult:
+        """Stream input to a process while its output is read."""
+        failed: list[BaseException] = []
+        ended = threading.Event()
+
+        def deliver() -> None:
+            try:
+                process.write(_until(content_of(stdin), ended), eof=True)
+            except Exception as error:  # noqa: BLE001 - raised again by the reading thread
+                failed.append(error)
+                if not isinstance(error, SojournError):
+                    process.kill()  # the input's own failure: the command would wait for ever
+
+        writer = threading.Thread(target=deliver, name="sojourn-stdin", daemon=True)
+        writer.start()
+        source = core_commands.FrameSource(self.id, process=process.id)
+        try:
+            for item in self._transport.stream(source):
+                collector.take(item)
+        finally:
+            ended.set()
+        writer.join(1.0)  # an input that blocks must not hold back a result that is there
+        for error in failed:
+            if not (isinstance(error, SojournError) and core_commands.forgive_input(error)):
+                raise error
+        return collector.result()
+
+    def spawn(
+        self,
+        command: Command,
+        *,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: bytes | Literal["pipe"] | None = None,
+        pty: tuple[int, int] | None = None,
+        keep: int = 8 * 1024 * 1024,
+        lossless: bool = False,
+    ) -> Process:
+        """Start a command that goes on by itself, also through pause, suspend and fork.
+
+        `stdin` is inline input, or "pipe" to `write` it later. `pty` (rows, columns) gives it a
+        terminal. `keep` bytes of each output stream are kept for later reads; with `lossless` it
+        is held back instead of dropping output. Raises CommandNotStarted.
+        """
+        info = self._transport.run(
+            core_commands.spawn(
+                self.id,
+                command,
+                timeout=timeout,
+                env=env,
+                cwd=cwd,
+                user=user,
+                stdin=None if stdin == "pipe" else core_commands.inline_input(stdin),
+                open_stdin=stdin == "pipe",
+                pty=pty,
+                keep=keep,
+                lossless=lossless,
+            )
+        )
+        return Process(self._transport, self.id, info)
+
+    def processes(self) -> list[Process]:
+        """Its processes, ended ones as long as they are kept."""
+        found = self._transport.run(core_commands.processes(self.id))
+        return [Process(self._transport, self.id, info) for info in found]
+
+    def process(self, process_id: int) -> Process:
+        """A process by its id. Raises ProcessNotFound."""
+        info = self._transport.run(core_commands.process(self.id, process_id))
+        return Process(self._transport, self.id, info)
+
+    def run_code(
+        self, code: str, *, context: str = "default", timeout: float | None = None
+    ) -> CodeResult:
+        """Run Python code in the session's persistent interpreter: what it defines is there for
+        the next call, also after suspend and fork. An exception of the code is told in the
+        result's `error`. Raises CommandNotStarted when the template has no python3."""
+        return self._transport.run(
+            core_sessions.run_code(self.id, code, context=context, timeout=timeout)
+        )
+
+    # -- history
+
+    def snapshot(self, label: str | None = None, *, memory: bool = True) -> SnapshotInfo:
+        """Take a snapshot; the session runs on. Without `memory` files only.
+
+        Raises CaptureRefused (UnlinkedOpenFile), CaptureFailed, StorageFull."""
+        found = self._transport.run(core_sessions.snapshot(self.id, label=label, memory=memory))
+        self.info = msgspec.structs.replace(self.info, head=found.id)
+        return found
+
+    def history(self) -> list[SnapshotInfo]:
+        """All snapshots of its tree."""
+        return self._transport.run(core_sessions.history(self.id))
+
+    def delete_snapshot(self, snapshot: str | SnapshotInfo) -> None:
+        """Delete a snapshot, by id or label. Raises SnapshotNotFound, Conflict."""
+        name = core_sessions.snapshot_name(snapshot)
+        self._transport.run(core_sessions.delete_snapshot(self.id, name))
+
+    def diff(
+        self,
+        a: str | SnapshotInfo | None = None,
+        b: str | SnapshotInfo | None = None,
+        *,
+        text: bool = False,
+        limit: int = 10_000,
+    ) -> DiffInfo:
+        """Differences of the files from snapshot `a` (None: the parent of `b`) to `b` (None: the
+        head); `text` adds unified diffs. Raises SnapshotNotFound."""
+        first = None if a is None else core_sessions.snapshot_name(a)
+        second = None if b is None else core_sessions.snapshot_name(b)
+        return self._transport.run(
+            core_sessions.diff(self.id, first, second, text=text, limit=limit)
+        )
+
+    def rollback(self, snapshot: str | SnapshotInfo) -> Session:
+        """Go back to a snapshot, by id or label: files and, where it has memory, processes.
+
+        Raises SnapshotNotFound, ResumeFailed, IntegrityError."""
+        name = core_sessions.snapshot_name(snapshot)
+        self.info = self._transport.run(core_sessions.rollback(self.id, name))
+        return self
+
+    def fork(
+        self,
+        n: int = 1,
+        snapshot: str | SnapshotInfo | None = None,
+        *,
+        names: list[str] | None = None,
+        labels: Labels | None = None,
+        start: bool = True,
+        idempotency_key: str | None = None,
+    ) -> list[Session]:
+        """Make `n` new sessions that go on from `snapshot` (None: from now), each by itself.
+
+        Raises SnapshotNotFound, CaptureRefused, NameTaken, ResumeFailed."""
+        source = None if snapshot is None else core_sessions.snapshot_name(snapshot)
+        found = self._transport.run(
+            core_sessions.fork(
+                self.id,
+                n=n,
+                snapshot=source,
+                names=names,
+                labels=labels,
+                start=start,
+                key=idempotency_key,
+            )
+        )
+        return [Session(self._transport, info) for info in found]
+
+    def promote(self) -> Session:
+        """Make this fork's head the head of the session it came from; gives that session."""
+        info = self._transport.run(core_sessions.simple_verb(self.id, "promote"))
+        if info.id != self.id:
+            return Session(self._transport, info)
+        self.info = info
+        return self
+
+    def verify(self, snapshot: str | SnapshotInfo | None = None) -> VerifyReport:
+        """Read every byte of its snapshots (or one) and compare. Nothing is raised for what is
+        bad: `ok` and `faults` tell."""
+        name = None if snapshot is None else core_sessions.snapshot_name(snapshot)
+        return self._transport.run(core_sessions.verify(self.id, name))
+
+    @overload
+    def events(self, *, after: int = 0, follow: Literal[False] = False) -> list[EventInfo]: ...
+
+    @overload
+    def events(self, *, after: int = 0, follow: Literal[True]) -> Iterator[EventInfo]: ...
+
+    def events(
+        self, *, after: int = 0, follow: bool = False
+    ) -> list[EventInfo] | Iterator[EventInfo]:
+        """Who did what to it: events with a `seq` above `after`. With `follow` an iterator that
+        also gives those to come."""
+        if follow:
+            return self._transport.stream(core_files.event_source(self.id, after))
+        return self._transport.run(core_sessions.events(self.id, after))
+
+    @contextlib.contextmanager
+    def turn(self, label: str | None = None) -> Iterator[Turn]:
+        """Calls inside count as one turn: at most one automatic snapshot, at its end."""
+        turn = Turn()
+        name = self._transport.run(core_sessions.begin_turn(self.id, label))
+        try:
+            yield turn
+        finally:
+            turn.snapshot = self._transport.run(core_sessions.end_turn(self.id, name))
+
+    # -- verbs
+
+    def pause(self) -> Session:
+        """Freeze it in memory. Raises WrongState, Unsupported."""
+        self.info = self._transport.run(core_sessions.simple_verb(self.id, "pause"))
+        return self
+
+    def suspend(self, *, memory: bool = True) -> Session:
+        """Put it away: a snapshot, then no memory is used. Without `memory` processes end.
+
+        Raises CaptureRefused (UnlinkedOpenFile), CaptureFailed, StorageFull."""
+        self.info = self._transport.run(core_sessions.suspend(self.id, memory))
+        return self
+
+    def resume(self) -> Session:
+        """Let it run again. Raises ResumeFailed."""
+        self.info = self._transport.run(core_sessions.simple_verb(self.id, "resume"))
+        return self
+
+    def delete(self) -> None:
+        """Delete it and its history, from any state."""
+        self._transport.run(core_sessions.delete(self.id))
+
+
+def _until(content: Any, ended: threading.Event) -> Any:
+    """Content that stops being read once its reader is gone."""
+    if isinstance(content, bytes):
+        return content
+    return _stopping(content, ended)
+
+
+def _stopping(chunks: Any, ended: threading.Event) -> Iterator[bytes]:
+    for chunk in chunks:
+        if ended.is_set():
+            return
+        yield chunk

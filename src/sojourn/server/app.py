@@ -1,0 +1,260 @@
+"""The HTTP API as one application, and how it is served.
+
+Guarantee: every failure is answered with an error body, also for addresses and methods that do
+not exist and for requests that are not HTTP at all; what a failure inside looks like stays in the
+log. A stop ends streams with a typed error, finishes what is under way and leaves no address
+behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Generator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from litestar import Litestar, Request, Response
+from litestar.exceptions import HTTPException
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from sojourn.errors import InvalidRequest, NotFound, SojournError, TooLarge, to_body
+from sojourn.model.paths import server_file
+from sojourn.server.answers import Shutdown, internal_error
+from sojourn.server.base import SessionService
+from sojourn.server.endpoints import Endpoint, build
+from sojourn.server.openapi import openapi_handler
+from sojourn.server.routes import (
+    commands,
+    events,
+    files,
+    operations,
+    processes,
+    sessions,
+    snapshots,
+    trees,
+)
+from sojourn.server.routes import (
+    service as service_routes,
+)
+from sojourn.wire.api import ServerAddress
+
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections, so that a request never meets a closing one."""
+STOP_SECONDS = 20
+
+_log = logging.getLogger(__name__)
+
+
+def all_endpoints() -> list[Endpoint]:
+    """Every endpoint of the API."""
+    return [
+        *service_routes.ENDPOINTS,
+        *sessions.ENDPOINTS,
+        *snapshots.ENDPOINTS,
+        *operations.ENDPOINTS,
+        *events.ENDPOINTS,
+        *commands.ENDPOINTS,
+        *processes.ENDPOINTS,
+        *files.ENDPOINTS,
+        *trees.ENDPOINTS,
+    ]
+
+
+def _error_response(
+    error: SojournError, status: int, headers: dict[str, str] | None = None
+) -> Response[bytes]:
+    return Response(
+        msgspec.json.encode(to_body(error), enc_hook=repr),
+        status_code=status,
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+def _on_sojourn_error(_request: Request[Any, Any, Any], error: SojournError) -> Response[bytes]:
+    return _error_response(error, error.status)
+
+
+def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+    """What Litestar itself refuses: unknown addresses and methods, malformed requests."""
+    where = f"{request.scope['method']} {request.scope['path']}"
+    if error.status_code == 404:
+        return _error_response(
+            NotFound(f"there is no {where}", next_step="See /v1/openapi.json."), 404
+        )
+    if error.status_code == 405:
+        refused = InvalidRequest(f"there is no {where}", next_step="See /v1/openapi.json.")
+        return _error_response(refused, 405, error.headers)
+    if error.status_code == 413:
+        return _error_response(TooLarge(error.detail), 413)
+    if error.status_code < 500:
+        return _error_response(InvalidRequest(error.detail), error.status_code)
+    return _error_response(internal_error(error), 500)
+
+
+def _on_any_error(_request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    return _error_response(internal_error(error), 500)
+
+
+def create_app(service: SessionService, *, shutdown: Shutdown | None = None) -> Litestar:
+    """The API over a service. `shutdown` ends long answers when it begins."""
+    ending = shutdown or Shutdown()
+    declared = all_endpoints()
+    return Litestar(
+        [*(build(one, service, ending) for one in declared), openapi_handler(declared)],
+        exception_handlers={
+            SojournError: _on_sojourn_error,
+            HTTPException: _on_http_error,
+            Exception: _on_any_error,
+        },
+        openapi_config=None,
+        debug=False,
+        logging_config=None,
+    )
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol, saying also of malformed HTTP what was wrong in the API's own form."""
+
+    def send_400_response(self, msg: str) -> None:
+        body = msgspec.json.encode(to_body(InvalidRequest("the request is not valid HTTP/1.1")))
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
+        )
+        self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, whose stop begins with the end of streams and whose exit is clean."""
+
+    def __init__(
+        self, config: uvicorn.Config, shutdown: Shutdown, ready: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._shutdown = shutdown
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._shutdown.begin()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+def make_server(
+    service: SessionService, *, ready: Callable[[], None] = lambda: None
+) -> uvicorn.Server:
+    """A server of the API, not yet started; `serve(sockets=[...])` runs it."""
+    shutdown = Shutdown()
+    config = uvicorn.Config(
+        create_app(service, shutdown=shutdown),
+        loop="none",
+        http=_Protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=STOP_SECONDS,
+        backlog=1024,
+    )
+    return _Server(config, shutdown, ready)
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """A listening socket for HOST:PORT (port 0 takes a free one), and its URL."""
+    host, colon, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise InvalidRequest(f"{address!r} is not HOST:PORT", field="listen")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, int(port)))
+    except OSError as error:
+        found.close()
+        raise InvalidRequest(
+            f"cannot listen on {address}: {error.strerror or error}",
+            next_step="Choose another address, or port 0 for a free one.",
+            field="listen",
+        ) from error
+    shown = f"[{host}]" if family == socket.AF_INET6 else host
+    return found, f"http://{shown}:{found.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def published_address(data: Path, url: str) -> Generator[None, None, None]:
+    """Tell clients of this host where the server is, for as long as it is there."""
+    data.mkdir(parents=True, exist_ok=True)
+    place = server_file(data)
+    fresh = place.with_name(f"{place.name}.{os.getpid()}")
+    fresh.write_bytes(msgspec.json.encode(ServerAddress(url, os.getpid())))
+    fresh.replace(place)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            told = msgspec.json.decode(place.read_bytes(), type=ServerAddress)
+            if told.pid == os.getpid():
+                place.unlink()
+
+
+async def serve(
+    open_service: Callable[[], AbstractAsyncContextManager[SessionService]],
+    *,
+    data: Path,
+    address: str,
+    ready: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT. `ready` is called with the URL once requests are answered."""
+    found, url = listen(address)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(found.close)
+        service = await stack.enter_async_context(open_service())
+        stack.enter_context(published_address(data, url))
+        await make_server(service, ready=lambda: ready(url)).serve(sockets=[found])
+
+
+def run(
+    open_service: Callable[[], AbstractAsyncContextManager[SessionService]],
+    *,
+    data: Path,
+    address: str,
+) -> None:
+    """Serve in this process, saying `ready URL` on standard output."""
+    import uvloop
+
+    def ready(url: str) -> None:
+        sys.stdout.write(f"ready {url}\n")
+        sys.stdout.flush()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(open_service, data=data, address=address, ready=ready))

@@ -1,0 +1,57 @@
+"""How verbs answer: an operation that is waited for.
+
+Guarantee: a verb's answer says how the operation ended when that was within `wait` seconds, and
+names the operation otherwise (202), so that a client can go on asking; a failed operation answers
+with its error's status and body, `details.operation` naming it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sojourn.errors import ErrorBody, Interrupted, SojournError, from_body
+from sojourn.server.answers import Answer, empty_answer, error_answer, json_answer
+from sojourn.server.endpoints import Call
+from sojourn.server.queries import Query
+from sojourn.wire.api import OperationInfo
+
+WAIT = Query(
+    "float",
+    "Seconds to wait for the operation before answering 202.",
+    default=120.0,
+    low=0,
+    high=600,
+)
+VERB_QUERY = {"wait": WAIT}
+
+FINISHED = frozenset({"succeeded", "failed"})
+
+
+def operation_error(operation: OperationInfo) -> SojournError:
+    """The error of a failed operation."""
+    error = from_body(msgspec.convert(operation.error, ErrorBody))
+    error.details["operation"] = operation.id
+    return error
+
+
+async def verb_answer(call: Call, operation: OperationInfo, done: int = 200) -> Answer:
+    """Wait for the operation and answer."""
+    wait: float = call.query["wait"]
+    if operation.state not in FINISHED and wait > 0:
+        try:
+            with call.shutdown.cancellable():
+                operation = await call.service.wait(call.who, operation.id, wait)
+        except Interrupted:
+            return json_answer(operation, 202)  # the server stops; the operation outlives it
+    if operation.state == "failed":
+        return error_answer(operation_error(operation))
+    if operation.state != "succeeded":
+        return json_answer(operation, 202)
+    return empty_answer() if done == 204 else json_answer(operation, done)
+
+
+def verb_answers(done: int = 200) -> dict[int, Any]:
+    """The declared answers of a verb."""
+    return {done: None if done == 204 else OperationInfo, 202: OperationInfo}
