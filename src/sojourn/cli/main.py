@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, str] = {
     "setup": "sojourn.cli.setup:command",
     "doctor": "sojourn.cli.doctor:command",
+    "demo": "sojourn.cli.demo:demo",
+    "up": "sojourn.cli.up:command",
     "up": "sojourn.cli.up:command",
 }
 """Every subcommand: its name, and `module:attribute` of its click command."""
