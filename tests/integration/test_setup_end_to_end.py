@@ -56,6 +56,8 @@ def test_two_set_ups_at_once_then_again(tmp_path: Path) -> None:
     for pattern in (".staging-*", ".apt-*", ".smoke-*"):
         assert list(home.rglob(pattern)) == []
     assert mounts.mounts_under(home) == []
+    # Its set-uid programs are out of reach for the host's users.
+    assert stat.S_IMODE((home / "templates").stat().st_mode) == 0o700
     assert_tree_is_neutral(Path(results[0]["template"]) / "root")
 
     before = {path: path.stat().st_ino for path in home.glob("*/*/*")}

@@ -37,7 +37,7 @@ def show(findings: Sequence[Finding], *, as_json: bool, extra: Mapping[str, Any]
 @click.option(
     "--data",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The data directory to judge; else where tools and templates are.",
+    help="The data directory to judge. [SOJOURN_DATA]",
 )
 def command(as_json: bool, fast: bool, data: Path | None) -> int:
     """Check this host; each lack comes with its cure.
@@ -45,8 +45,9 @@ def command(as_json: bool, fast: bool, data: Path | None) -> int:
     Exit code 0 when everything that a server needs is there, 117 when not.
     """
     from sojourn.errors import HostUnfit
-    from sojourn.node import doctor, tools
+    from sojourn.model.paths import data_directory
+    from sojourn.node import doctor
 
-    findings = doctor.examine(doctor.Host(data or tools.home()), smoke=not fast)
+    findings = doctor.examine(doctor.Host(data or data_directory()), smoke=not fast)
     show(findings, as_json=as_json, extra={})
     return 0 if doctor.healthy(findings) else HostUnfit.exit_code

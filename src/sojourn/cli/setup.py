@@ -25,6 +25,7 @@ def command(as_json: bool, refresh: bool, fast: bool, if_needed: bool) -> int:
     """
     from sojourn.cli.doctor import show
     from sojourn.errors import HostUnfit
+    from sojourn.model.paths import data_directory
     from sojourn.node import doctor, tools
     from sojourn.node.setup import checked
     from sojourn.node.setup.host_packages import ensure_host_packages
@@ -44,7 +45,7 @@ def command(as_json: bool, refresh: bool, fast: bool, if_needed: bool) -> int:
         "supervisor": str(ensure_supervisor(progress)),
         "template": str(ensure_debian_template(progress, refresh=refresh)),
     }
-    host = doctor.Host(tools.home())
+    host = doctor.Host(data_directory())
     passed = checked.Passed.of(host.kernel(), result)
     boot = not fast and not (if_needed and checked.holds(passed))
     if boot:

@@ -22,6 +22,27 @@ from functools import lru_cache
 from pathlib import Path
 
 from sojourn.errors import HostUnfit, UnknownTemplate
+from sojourn.model.paths import home
+
+__all__ = [
+    "MINIMUM_RUNSC",
+    "SETUP_CURE",
+    "check_runsc",
+    "home",
+    "installed_runscs",
+    "parse_runsc_version",
+    "runsc_path",
+    "runsc_version",
+    "source_files",
+    "supervisor_digest",
+    "supervisor_path",
+    "supervisor_sources",
+    "template_names",
+    "template_root",
+    "template_version",
+    "templates_directory",
+    "tools_directory",
+]
 
 MINIMUM_RUNSC = (20240729, 0)
 """The oldest runsc release whose checkpoints hold all that a session needs."""
@@ -30,17 +51,6 @@ SETUP_CURE = "Run `sojourn setup` (or `make setup` in a source tree) as root."
 
 _RELEASE = re.compile(r"(?<!\d)(20\d{6})(?:\.(\d+))?")
 _TEMPLATE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-
-
-def home() -> Path:
-    """The directory of tools and templates: SOJOURN_HOME, else the place fit for this user."""
-    given = os.environ.get("SOJOURN_HOME")
-    if given:
-        return Path(given).absolute()
-    if os.geteuid() == 0:
-        return Path("/var/lib/sojourn")
-    data = os.environ.get("XDG_DATA_HOME")
-    return (Path(data) if data else Path.home() / ".local" / "share") / "sojourn"
 
 
 def tools_directory() -> Path:

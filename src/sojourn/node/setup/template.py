@@ -137,6 +137,10 @@ def ensure_debian_template(progress: Progress, *, refresh: bool = False) -> Path
         return tools.template_version(DEBIAN)
     recipe = debian_recipe()
     directory = tools.templates_directory() / DEBIAN
+    directory.mkdir(parents=True, exist_ok=True)
+    # The trees hold set-uid programs that this host does not keep up to date: no user of the host
+    # may reach them.
+    directory.parent.chmod(0o700)
     with exclusive(directory / ".template.lock", progress):
         version = recipe.digest()
         if refresh:
