@@ -164,6 +164,7 @@ def test_a_kill_while_the_file_is_made_leaves_one_that_opens(tmp_path: Path) -> 
                 await db.close()
 
         asyncio.run(reopen())
+        assert {entry.name for entry in tmp_path.iterdir()} <= {path.name, f"{path.name}.reserve"}
         for leftover in tmp_path.iterdir():
             leftover.unlink()
 

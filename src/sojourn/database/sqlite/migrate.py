@@ -64,6 +64,7 @@ def open_file(path: Path) -> sqlite3.Connection:
     """The writing connection to the file, created or brought forward as needed."""
     if not path.exists():
         _create(path)
+    _sweep_drafts(path)
     if path.stat().st_size == 0:
         raise damaged(path, "the file is empty")
     connection = connect(path)
@@ -109,6 +110,14 @@ def _create(path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _sweep_drafts(path: Path) -> None:
+    """Remove what a process left that was killed while it made the file."""
+    for draft in path.parent.glob(f".{path.name}.*"):
+        owner = draft.name.removeprefix(f".{path.name}.").partition(".")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            draft.unlink(missing_ok=True)
 
 
 def migrate(connection: sqlite3.Connection, path: Path) -> None:

@@ -49,6 +49,8 @@ CREATE UNIQUE INDEX session_names ON sessions (tenant, name)
 CREATE INDEX sessions_newest ON sessions (created_at, id);
 CREATE INDEX sessions_by_tenant ON sessions (tenant, created_at, id);
 CREATE INDEX sessions_by_state ON sessions (state);
+CREATE INDEX sessions_by_lifetime ON sessions (lifetime_deadline)
+    WHERE lifetime_deadline IS NOT NULL;
 CREATE INDEX sessions_by_head ON sessions (head);
 CREATE INDEX sessions_by_parent ON sessions (parent_session) WHERE parent_session IS NOT NULL;
 
