@@ -4,9 +4,9 @@ Guarantee: an overlay mounted here never leaves traces in its layers that tie th
 or to one another (no redirects, no metadata-only copies, no index), so that an upper directory can
 become a lower layer anywhere; a mount that was asked away is gone when the call returns.
 
-The layers are given to the kernel one by one where it can take them so (fsconfig `lowerdir+`, from
-Linux 6.8), else through short relative names, because the options of mount(2) must fit into one
-page: that is 40 layers of ordinary path length, and a long session has more.
+The layers are given to the kernel one by one where it takes them so (fsconfig `lowerdir+`, newer
+than Linux 6.6), else all in one call of mount(2), whose options must fit into one page. That is 40
+layers of ordinary path length, and a long session has more, so they are named by descriptors then.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import errno
 import functools
 import os
 import re
-import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,14 +28,15 @@ from sojourn.errors import HostUnfit
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-_MS_NOSUID, _MS_NODEV = 2, 4
 _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
 _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 429, 430, 431, 432
 _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
 _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 6
 _MOVE_MOUNT_F_EMPTY_PATH = 4
+_CLONE_FS = 0x200
 _PAGE = 4096
+_LONGEST_VALUE = 255  # of one fsconfig string
 _AT_FDCWD = -100
 
 # What keeps a layer self-contained. `xino=off`: inode numbers of layers come through as they are,
@@ -110,8 +111,29 @@ def mount_overlay(lowers: Sequence[Path], upper: Path, work: Path, target: Path)
 
 @functools.cache
 def _layers_one_by_one() -> bool:
-    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    return release is not None and (int(release[1]), int(release[2])) >= (6, 8)
+    context = _libc.syscall(_SYS_FSOPEN, b"overlay", _FSOPEN_CLOEXEC)
+    if context < 0:  # an old kernel, or a filter of system calls around us
+        return False
+    try:
+        return _set(context, "lowerdir+", "/") == 0
+    finally:
+        os.close(context)
+
+
+def _set(context: int, key: str, value: str) -> int:
+    name, text = key.encode(), os.fsencode(value)
+    return int(_libc.syscall(_SYS_FSCONFIG, context, _FSCONFIG_SET_STRING, name, text, 0))
+
+
+@contextlib.contextmanager
+def _opened(directories: Sequence[Path]) -> Iterator[list[int]]:
+    """Descriptors that lead to directories."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for directory in directories:
+            found.append(os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+            stack.callback(os.close, found[-1])
+        yield found
 
 
 def _check(result: int, what: str, log: int | None = None) -> int:
@@ -137,44 +159,29 @@ def _kernel_words(context: int) -> str:
 def _mount_new(lowers: Sequence[Path], upper: Path, work: Path, target: Path) -> None:
     context = _check(_libc.syscall(_SYS_FSOPEN, b"overlay", _FSOPEN_CLOEXEC), "open overlay")
     try:
-        pairs = [("source", "overlay"), *_OPTIONS.items()]
-        pairs += [("lowerdir+", os.fspath(lower)) for lower in lowers]
-        pairs += [("upperdir", os.fspath(upper)), ("workdir", os.fspath(work))]
-        for key, value in pairs:
-            _check(
-                _libc.syscall(
-                    _SYS_FSCONFIG,
-                    context,
-                    _FSCONFIG_SET_STRING,
-                    key.encode(),
-                    os.fsencode(value),
-                    0,
-                ),
-                f"overlay option {key}={value}",
-                context,
-            )
-        _check(
-            _libc.syscall(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0),
-            "make the overlay",
-            context,
-        )
-        mount = _check(
-            _libc.syscall(_SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, 0), "mount the overlay", context
-        )
+        paths = [("lowerdir+", lower) for lower in lowers]
+        paths += [("upperdir", upper), ("workdir", work)]
+        with _opened([path for _, path in paths]) as descriptors:
+            pairs = [("source", "overlay"), *_OPTIONS.items()]
+            for (key, path), descriptor in zip(paths, descriptors, strict=True):
+                name = os.fspath(path)
+                if len(os.fsencode(name)) > _LONGEST_VALUE:
+                    name = f"/proc/self/fd/{descriptor}"
+                pairs.append((key, name))
+            for key, value in pairs:
+                _check(_set(context, key, value), f"overlay option {key}={value}", context)
+        create = _libc.syscall(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+        _check(create, "make the overlay", context)
+        made = _libc.syscall(_SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, 0)
+        mount = _check(made, "mount the overlay", context)
     finally:
         os.close(context)
     try:
-        _check(
-            _libc.syscall(
-                _SYS_MOVE_MOUNT,
-                mount,
-                b"",
-                _AT_FDCWD,
-                os.fsencode(target),
-                _MOVE_MOUNT_F_EMPTY_PATH,
-            ),
-            f"attach the overlay at {target}",
+        name_of_target = os.fsencode(target)
+        moved = _libc.syscall(
+            _SYS_MOVE_MOUNT, mount, b"", _AT_FDCWD, name_of_target, _MOVE_MOUNT_F_EMPTY_PATH
         )
+        _check(moved, f"attach the overlay at {target}")
     finally:
         os.close(mount)
 
@@ -184,32 +191,46 @@ def _escape(path: str) -> str:
     return path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
 
 
+def _classic_options(lowers: Sequence[str], upper: str, work: str) -> bytes:
+    words = [
+        "lowerdir=" + ":".join(map(_escape, lowers)),
+        "upperdir=" + _escape(upper),
+        "workdir=" + _escape(work),
+        *(f"{key}={value}" for key, value in _OPTIONS.items()),
+    ]
+    return os.fsencode(",".join(words))
+
+
 def _mount_classic(lowers: Sequence[Path], upper: Path, work: Path, target: Path) -> None:
-    # The kernel resolves the links at the mount, so they can go at once. Descriptors under
-    # /proc/self/fd would be as short but fail with some kernels' overlay.
-    with tempfile.TemporaryDirectory(prefix="o", dir="/run") as short:
-        names = []
-        for number, lower in enumerate(lowers):
-            link = Path(short) / f"{number:x}"
-            link.symlink_to(lower.resolve())
-            names.append(os.fspath(link))
-        options = ",".join(
-            [
-                "lowerdir=" + ":".join(names),
-                "upperdir=" + _escape(os.fspath(upper)),
-                "workdir=" + _escape(os.fspath(work)),
-                *(f"{key}={value}" for key, value in _OPTIONS.items()),
-            ]
-        )
-        if len(os.fsencode(options)) >= _PAGE:
+    what = f"mount an overlay at {target}"
+    options = _classic_options([*map(os.fspath, lowers)], os.fspath(upper), os.fspath(work))
+    if len(options) < _PAGE:
+        _check(_libc.mount(b"overlay", os.fsencode(target), b"overlay", 0, options), what)
+        return
+    with _opened([*lowers, upper, work]) as descriptors:
+        names = [str(descriptor) for descriptor in descriptors]
+        options = _classic_options(names[:-2], names[-2], names[-1])
+        if len(options) >= _PAGE:
             raise HostUnfit(
                 f"{len(lowers)} layers do not fit into one mount call of this kernel",
-                next_step="Squash the session's layers, or use Linux 6.8 or newer.",
+                next_step="Squash the session's layers, or use a newer Linux.",
             )
-        _check(
-            _libc.mount(b"overlay", os.fsencode(target), b"overlay", 0, os.fsencode(options)),
-            f"mount overlay at {target}",
-        )
+        failed: list[OSError | HostUnfit] = []
+
+        def mount() -> None:
+            # A working directory of this thread alone, in which descriptors are file names.
+            try:
+                _check(_libc.unshare(_CLONE_FS), "part the working directory")
+                os.chdir("/proc/self/fd")
+                _check(_libc.mount(b"overlay", os.fsencode(target), b"overlay", 0, options), what)
+            except (OSError, HostUnfit) as error:  # for the caller's thread
+                failed.append(error)
+
+        thread = threading.Thread(target=mount)
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
 
 
 def unmount(target: Path, *, timeout: float = 2.0) -> None:

@@ -221,7 +221,7 @@ class BubblewrapDriver:
         """Apply other limits to a running sandbox."""
         with self._lock(spec.sandbox):
             self._require(spec)
-            self._tree.group(spec.sandbox).limit(_group_limits(limits))
+            self._tree.group(spec.sandbox).change(_group_limits(limits))
 
     # -- parts --------------------------------------------------------------------------------
 

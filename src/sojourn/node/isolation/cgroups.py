@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from sojourn.errors import HostUnfit
+from sojourn.errors import HostUnfit, QuotaExceeded
 from sojourn.node.isolation import processes
 from sojourn.node.mounts import read_mounts
 
@@ -158,6 +158,25 @@ class Cgroup:
             _write(self._v2 / "memory.swap.max", "0", optional=True)
             whole = "1" if limits.whole else "0"
             _write(self._v2 / "memory.oom.group", whole, optional=True)
+
+    def change(self, limits: GroupLimits) -> None:
+        """Set other limits of a running sandbox. Raises QuotaExceeded, changing nothing, when it
+        holds more memory than that: the kernel would kill it."""
+        used = self.memory_used()
+        if used > limits.memory_bytes:
+            raise QuotaExceeded(
+                f"the sandbox holds {used} bytes of memory, more than the {limits.memory_bytes} "
+                "it would be left"
+            )
+        self.limit(limits)
+
+    def memory_used(self) -> int:
+        """Bytes charged to the group; 0 where nobody counts them."""
+        if (memory := self._v1.get("memory")) is not None:
+            return int(_read(memory / "memory.usage_in_bytes").strip() or 0)
+        if self._v2 is not None:
+            return int(_read(self._v2 / "memory.current").strip() or 0)
+        return 0
 
     def _limit_memory_v1(self, memory: Path, amount: int) -> None:
         both = memory / "memory.memsw.limit_in_bytes"

@@ -357,7 +357,7 @@ class GVisorDriver:
         """Apply other limits to a running sandbox."""
         with self._lock(spec):
             self._require(spec)
-            self._tree.group(spec.sandbox).limit(_group_limits(limits))
+            self._tree.group(spec.sandbox).change(_group_limits(limits))
 
     # -- parts --------------------------------------------------------------------------------
 

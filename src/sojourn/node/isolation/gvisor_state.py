@@ -92,8 +92,10 @@ def recorded_pids(state: Path, sandbox: str) -> set[int]:
         record = json.loads((state / f"{sandbox}_sandbox:{sandbox}.state").read_bytes())
     except (OSError, ValueError):
         return set()
-    inner = record.get("sandbox") or {}
-    pids = (record.get("goferPid"), inner.get("pid"))
+    if not isinstance(record, dict):
+        return set()
+    inner = record.get("sandbox")
+    pids = (record.get("goferPid"), inner.get("pid") if isinstance(inner, dict) else None)
     return {pid for pid in pids if isinstance(pid, int) and pid > 1}
 
 
