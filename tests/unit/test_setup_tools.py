@@ -12,6 +12,7 @@ from sojourn.node.setup import checked
 from sojourn.node.setup.publish import point
 from sojourn.node.setup.runsc import publish_package
 from sojourn.node.setup.supervisor import ensure_supervisor, is_static
+from sojourn.node.setup.template import ensure_debian_template
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +176,13 @@ def test_a_template_directory_by_hand(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "mine" / "own" / "root").mkdir(parents=True)
     monkeypatch.setenv("SOJOURN_TEMPLATE_DIR", str(tmp_path / "mine"))
     assert tools.template_root("own") == tmp_path / "mine" / "own" / "root"
+
+
+def test_only_root_builds_a_template(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(HostUnfit, match="needs root"):
+        ensure_debian_template(lambda line: None)
+    assert not own_home.exists()
 
 
 # -- supervisor -----------------------------------------------------------------------------

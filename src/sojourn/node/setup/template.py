@@ -135,6 +135,11 @@ def ensure_debian_template(progress: Progress, *, refresh: bool = False) -> Path
     """
     if os.environ.get("SOJOURN_TEMPLATE_DIR"):
         return tools.template_version(DEBIAN)
+    if os.geteuid() != 0:
+        raise HostUnfit(
+            "building a template needs root: its files belong to several users",
+            next_step="Run `sojourn setup` as root.",
+        )
     recipe = debian_recipe()
     directory = tools.templates_directory() / DEBIAN
     directory.mkdir(parents=True, exist_ok=True)
