@@ -16,6 +16,7 @@ import httpcore
 from sojourn.client import core
 from sojourn.client.core_commands import Source
 from sojourn.client.origin import FAILURES, NOT_SENT, Origin, http_request
+from sojourn.client.streams import AsyncJoiningBackend
 from sojourn.client.transport import content_of as blocking_content_of
 
 T = TypeVar("T")
@@ -27,7 +28,10 @@ class AsyncTransport:
     def __init__(self, address: core.Address) -> None:
         self._origin = Origin(address)
         self._pool = httpcore.AsyncConnectionPool(
-            max_connections=1000, max_keepalive_connections=50, keepalive_expiry=30.0
+            max_connections=1000,
+            max_keepalive_connections=50,
+            keepalive_expiry=30.0,
+            network_backend=AsyncJoiningBackend(),
         )
 
     @property

@@ -15,6 +15,7 @@ import httpcore
 from sojourn.client import core
 from sojourn.client.core_commands import Source
 from sojourn.client.origin import FAILURES, NOT_SENT, Origin, http_request
+from sojourn.client.streams import JoiningBackend
 from sojourn.errors import SojournError
 
 T = TypeVar("T")
@@ -28,7 +29,10 @@ class Transport:
     def __init__(self, address: core.Address) -> None:
         self._origin = Origin(address)
         self._pool = httpcore.ConnectionPool(
-            max_connections=1000, max_keepalive_connections=50, keepalive_expiry=30.0
+            max_connections=1000,
+            max_keepalive_connections=50,
+            keepalive_expiry=30.0,
+            network_backend=JoiningBackend(),
         )
 
     @property

@@ -155,14 +155,8 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
+        """Signals are the business of `serve`."""
+        yield
 
 
 def make_server(
@@ -240,7 +234,12 @@ async def serve(
         stack.callback(found.close)
         service = await stack.enter_async_context(open_service())
         stack.enter_context(published_address(data, url))
-        await make_server(service, ready=lambda: ready(url)).serve(sockets=[found])
+        server = make_server(service, ready=lambda: ready(url))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
+            stack.callback(loop.remove_signal_handler, number)
+        await server.serve(sockets=[found])
 
 
 def run(
