@@ -9,7 +9,8 @@ import pytest
 from database_cases import CONNECTORS, PAUSED, RUNNING, SUSPENDED, Harness, make_session
 
 from sojourn.database import Database, open_database
-from sojourn.errors import Unreachable
+from sojourn.database.writes import UpdateSession
+from sojourn.errors import SessionBusy, StaleEpoch, Unreachable
 from sojourn.model import Policy, SessionState
 
 
@@ -153,6 +154,57 @@ def test_a_deadline_set_on_purpose_is_not_undone_by_an_earlier_touch(database: H
             session.id, expect_state={RUNNING}, expect_epoch=1, idle_deadline=None
         )
         assert await db.next_deadline() is None
+
+    database.run(scenario)
+
+
+def test_a_session_touched_while_the_due_ones_are_read_is_not_due(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        session = await db.insert_session(make_session(idle_deadline=100.0))
+        for _ in range(20):
+            reading = asyncio.ensure_future(db.due_sessions(150.0))
+            await asyncio.sleep(0)
+            db.touch_idle(session.id, 200.0)
+            assert await reading == []
+            await db.update_session(
+                session.id, expect_state={RUNNING}, expect_epoch=1, idle_deadline=100.0
+            )
+        assert await due(db, 150.0) == {session.id}
+
+    database.run(scenario)
+
+
+def test_a_touch_stays_seen_while_it_is_being_written(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        session = await db.insert_session(make_session(idle_deadline=100.0))
+        for n in range(200):
+            deadline = 200.0 + n
+            db.touch_idle(session.id, deadline)
+            readings = [asyncio.ensure_future(db.list_sessions("ten_a")) for _ in range(2)]
+            writing = asyncio.ensure_future(db.next_deadline())
+            for reading in readings:
+                assert (await reading).items[0].idle_deadline == deadline
+            assert await writing == deadline
+
+    database.run(scenario)
+
+
+def test_a_touch_survives_a_change_that_was_refused(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        session = await db.insert_session(make_session(idle_deadline=100.0))
+        db.touch_idle(session.id, 900.0)
+        with pytest.raises(StaleEpoch):
+            await db.update_session(
+                session.id, expect_state={RUNNING}, expect_epoch=7, idle_deadline=300.0
+            )
+        assert (await db.get_session(None, session.id)).idle_deadline == 900.0
+        change = UpdateSession(session.id, {RUNNING}, 1, {"idle_deadline": 300.0})
+        await db.begin(tenant="ten_a", session=session.id, verb="x", request={}, server="s")
+        with pytest.raises(SessionBusy):
+            await db.begin(
+                tenant="ten_a", session=session.id, verb="y", request={}, server="s", also=[change]
+            )
+        assert await db.next_deadline() == 900.0
 
     database.run(scenario)
 

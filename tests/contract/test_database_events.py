@@ -156,3 +156,29 @@ def test_followers_are_woken_by_events_of_a_commit_and_ended_by_closing(
             await asyncio.wait_for(second, 3)
 
     database.run(scenario)
+
+
+def test_a_follower_with_nothing_to_follow_does_not_read_again_and_again(
+    database: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(db: Database) -> None:
+        session = await db.insert_session(make_session())
+        reads = 0
+        read = db.list_events
+
+        async def counted(*args: object, **more: object) -> list[Event]:
+            nonlocal reads
+            reads += 1
+            return await read(*args, **more)
+
+        monkeypatch.setattr(db, "list_events", counted)
+        stream = db.follow_events(session.id)
+        await db.append_event(AppendEvent(session.id, "turn"))
+        assert (await anext(stream)).sequence == 1
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.1)
+        assert reads < 5
+        await db.append_event(AppendEvent(session.id, "turn"))
+        assert (await waiting).sequence == 2
+
+    database.run(scenario)

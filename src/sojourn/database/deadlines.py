@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import msgspec
 
@@ -18,10 +18,14 @@ from sojourn.model.sessions import Session
 
 _log = logging.getLogger(__name__)
 INTERVAL = 1.0  # seconds between two writes for one session
+_KEPT = 60.0  # longer than any read takes
 
 
 class Deadlines:
-    """Moves that are not yet written, and when each session was last written."""
+    """Moves that are not yet written, and those written lately.
+
+    The latter are kept for a while because a read that began before the write may end after it.
+    """
 
     def __init__(
         self,
@@ -31,7 +35,7 @@ class Deadlines:
         self._loop = loop
         self._write = write
         self._pending: dict[str, float] = {}
-        self._written_at: dict[str, float] = {}
+        self._written: dict[str, tuple[float, float]] = {}  # deadline, time of the write
         self._timer: asyncio.TimerHandle | None = None
         self._writes: set[asyncio.Task[None]] = set()
 
@@ -43,22 +47,40 @@ class Deadlines:
         self._pending[session] = deadline
         if known is not None and self._timer is not None:
             return
-        due = max(self._loop.time(), self._written_at.get(session, 0.0) + INTERVAL)
+        _, written_at = self._written.get(session, (0.0, float("-inf")))
+        due = max(self._loop.time(), written_at + INTERVAL)
         if self._timer is None or due < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = self._loop.call_at(due, self._flush_in_background)
 
-    def forget(self, session: str) -> None:
-        """Drop what is pending: the deadline is being set to another value."""
-        self._pending.pop(session, None)
+    def take(self, sessions: Iterable[str]) -> dict[str, float]:
+        """Set aside what is known of these sessions: their deadlines are being set to other
+        values. When that fails, `restore` it."""
+        taken = {}
+        for session in sessions:
+            self._written.pop(session, None)
+            if session in self._pending:
+                taken[session] = self._pending.pop(session)
+        return taken
+
+    def restore(self, taken: Mapping[str, float]) -> None:
+        """Put back what `take` gave."""
+        for session, deadline in taken.items():
+            self.touch(session, deadline)
 
     def seen(self, session: Session) -> Session:
-        """The session with its pending move applied."""
-        pending = self._pending.get(session.id)
-        if pending is None or session.idle_deadline is None or pending <= session.idle_deadline:
+        """The session with the moves applied that its row may not show yet."""
+        if session.idle_deadline is None:
             return session
-        return msgspec.structs.replace(session, idle_deadline=pending)
+        moved = max(
+            session.idle_deadline,
+            self._pending.get(session.id, session.idle_deadline),
+            self._written.get(session.id, (session.idle_deadline,))[0],
+        )
+        if moved == session.idle_deadline:
+            return session
+        return msgspec.structs.replace(session, idle_deadline=moved)
 
     async def flush(self) -> None:
         """Write all that is pending. What fails to be written stays pending and is raised."""
@@ -69,10 +91,10 @@ class Deadlines:
         if not moves:
             return
         now = self._loop.time()
-        self._written_at = {
-            session: at for session, at in self._written_at.items() if at > now - INTERVAL
+        self._written = {
+            session: move for session, move in self._written.items() if move[1] > now - _KEPT
         }
-        self._written_at.update(dict.fromkeys(moves, now))
+        self._written.update({session: (deadline, now) for session, deadline in moves.items()})
         try:
             await self._write(moves)
             for session, deadline in moves.items():

@@ -147,23 +147,20 @@ class SqliteDatabase:
 
     # -- changes ----------------------------------------------------------------------------
     async def commit(self, items: Sequence[writes.Write], *, durable: bool = True) -> list[Any]:
-        result: list[Any] = await self._submit(tuple(items), durable)
-        return result
-
-    def _submit(self, items: tuple[writes.Write, ...], durable: bool) -> asyncio.Future[Any]:
-        self._forget_deadlines(items)
+        items = tuple(items)
         grown = _sessions_with_events(items)
-        return self._writer.submit(
-            lambda connection: apply(connection, items),
-            durable=durable,
-            urgent=any(_is_urgent(item) for item in items),
-            then=(lambda _: self._notices.publish(grown)) if grown else None,
-        )
-
-    def _forget_deadlines(self, items: Sequence[writes.Write]) -> None:
-        for item in items:
-            if isinstance(item, writes.UpdateSession) and "idle_deadline" in item.changes:
-                self._deadlines.forget(item.id)
+        taken = self._deadlines.take(_sessions_with_deadlines(items))
+        try:
+            result: list[Any] = await self._writer.submit(
+                lambda connection: apply(connection, items),
+                durable=durable,
+                urgent=any(_is_urgent(item) for item in items),
+                then=(lambda _: self._notices.publish(grown)) if grown else None,
+            )
+        except BaseException:
+            self._deadlines.restore(taken)
+            raise
+        return result
 
     async def _one(self, item: writes.Write, *, durable: bool = True) -> Any:
         return (await self.commit([item], durable=durable))[0]
@@ -341,16 +338,21 @@ class SqliteDatabase:
 
         def begun(result: tuple[Operation, bool]) -> None:
             if result[1]:
-                self._forget_deadlines(items)
                 self._notices.publish(grown)
 
-        answer: tuple[Operation, bool] = await self._writer.submit(
-            lambda connection: begin(connection, asked),
-            durable=True,
-            urgent=supersede,
-            then=begun,
-        )
-        return answer
+        taken = self._deadlines.take(_sessions_with_deadlines(items))
+        new = False
+        try:
+            operation, new = await self._writer.submit(
+                lambda connection: begin(connection, asked),
+                durable=True,
+                urgent=supersede,
+                then=begun,
+            )
+        finally:
+            if not new:
+                self._deadlines.restore(taken)
+        return operation, new
 
     async def set_step(
         self, operation: str, step: str, data: dict[str, Any] | None = None
@@ -543,6 +545,14 @@ class SqliteDatabase:
 def _sessions_with_events(items: Sequence[writes.Write]) -> set[str]:
     return {
         item.session for item in items if isinstance(item, writes.AppendEvent | writes.LinkEvent)
+    }
+
+
+def _sessions_with_deadlines(items: Sequence[writes.Write]) -> set[str]:
+    return {
+        item.id
+        for item in items
+        if isinstance(item, writes.UpdateSession) and "idle_deadline" in item.changes
     }
 
 

@@ -73,7 +73,7 @@ def open_file(path: Path) -> sqlite3.Connection:
         if path.stat().st_size <= _CHECK_LIMIT:
             verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if verdict != "ok":
-                raise damaged(path, verdict)
+                raise damaged(path, " ".join(verdict.split()))
         migrate(connection, path)
     except BaseException:
         connection.close()
