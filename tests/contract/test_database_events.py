@@ -173,8 +173,11 @@ def test_a_follower_with_nothing_to_follow_does_not_read_again_and_again(
 
         monkeypatch.setattr(db, "list_events", counted)
         stream = db.follow_events(session.id)
+        first = asyncio.ensure_future(anext(stream))
+        while not reads:
+            await asyncio.sleep(0)
         await db.append_event(AppendEvent(session.id, "turn"))
-        assert (await anext(stream)).sequence == 1
+        assert (await first).sequence == 1
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0.1)
         assert reads < 5
