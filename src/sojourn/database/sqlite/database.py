@@ -11,12 +11,8 @@ import asyncio
 import base64
 import binascii
 import errno
-import hashlib
-import hmac
 import random
-import secrets
 import sqlite3
-import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,13 +25,10 @@ from sojourn.database.records import (
     Operation,
     Pruned,
     References,
-    Role,
     SandboxRecord,
     SandboxState,
     SessionPage,
     SnapshotRecord,
-    Tenant,
-    Token,
 )
 from sojourn.database.rows import (
     EVENTS,
@@ -43,10 +36,9 @@ from sojourn.database.rows import (
     SANDBOXES,
     SESSIONS,
     SNAPSHOTS,
-    TENANTS,
-    TOKENS,
     encode_json,
 )
+from sojourn.database.sqlite.accounts import Accounts
 from sojourn.database.sqlite.apply import QUERIES, apply, run
 from sojourn.database.sqlite.begin import Beginning, begin
 from sojourn.database.sqlite.failures import closed, translate
@@ -56,13 +48,10 @@ from sojourn.errors import (
     ErrorBody,
     HostUnfit,
     InvalidRequest,
-    NameTaken,
-    NotFound,
     OperationNotFound,
     SessionNotFound,
     SnapshotNotFound,
     StorageFull,
-    Unauthenticated,
 )
 from sojourn.model.ids import new_id
 from sojourn.model.sessions import Session, SessionState
@@ -72,7 +61,7 @@ _POLL = 5.0  # seconds; only another process's events come without a notice
 _PAGE = 1000
 
 
-class SqliteDatabase:
+class SqliteDatabase(Accounts):
     """See `sojourn.database.base.Database`."""
 
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop, writer: Writer) -> None:
@@ -442,90 +431,7 @@ class SqliteDatabase:
     async def delete_sandbox(self, id: str) -> bool:
         return bool(await self._one(writes.DeleteSandbox(id)))
 
-    # -- tenants and tokens -----------------------------------------------------------------
-    async def create_tenant(self, name: str) -> Tenant:
-        tenant = Tenant(new_id("ten"), name, time.time())
-
-        def work(connection: sqlite3.Connection) -> None:
-            try:
-                run(connection, "insert_tenant", TENANTS.write(tenant))
-            except sqlite3.IntegrityError as error:
-                raise NameTaken(f"another tenant is named {name!r}", name=name) from error
-
-        await self._writer.submit(work, durable=True)
-        return tenant
-
-    async def get_tenant(self, id_or_name: str) -> Tenant:
-        rows = self._reader.lookup("find_tenant", {"key": id_or_name})
-        if not rows:
-            raise NotFound(f"tenant {id_or_name!r} does not exist")
-        return TENANTS.read(rows[0])
-
-    async def list_tenants(self) -> list[Tenant]:
-        return [TENANTS.read(row) for row in await self._reader.select("list_tenants", {})]
-
-    async def create_token(
-        self, tenant: str, role: Role, *, label: str | None = None, secret: str | None = None
-    ) -> tuple[Token, str]:
-        if secret is None:
-            secret = f"sjn_{secrets.token_urlsafe(32)}"
-        if len(secret) < 32:
-            raise InvalidRequest("a token has at least 32 characters")
-        token = Token(new_id("tok"), tenant, role, label, time.time())
-        parameters = {**TOKENS.write(token), "hash": _hash(secret)}
-
-        def work(connection: sqlite3.Connection) -> None:
-            if not run(connection, "find_tenant", {"key": tenant}):
-                raise NotFound(f"tenant {tenant!r} does not exist")
-            run(connection, "insert_token", parameters)
-
-        await self._writer.submit(work, durable=True)
-        return token, secret
-
-    async def verify_token(self, secret: str) -> Token:
-        digest = _hash(secret)
-        rows = self._reader.lookup("token_by_hash", {"hash": digest})
-        if rows:
-            token = TOKENS.read(rows[0])
-            # The index compares hashes of what was sent, which tells nothing of the secret; this
-            # second comparison keeps it so whatever the index does.
-            stored = self._reader.lookup("stored_hash", {"id": token.id})
-            if stored and hmac.compare_digest(stored[0][0], digest) and token.revoked_at is None:
-                return token
-        raise Unauthenticated("the token is unknown or revoked")
-
-    async def revoke_token(self, id: str) -> bool:
-        def work(connection: sqlite3.Connection) -> bool:
-            return bool(run(connection, "revoke_token", {"id": id, "now": time.time()}))
-
-        return bool(await self._writer.submit(work, durable=True))
-
-    async def list_tokens(self, tenant: str | None = None) -> list[Token]:
-        rows = await self._reader.select("list_tokens", {"tenant": tenant})
-        return [TOKENS.read(row) for row in rows]
-
-    # -- settings and retention -------------------------------------------------------------
-    async def get_setting(self, key: str) -> str | None:
-        rows = self._reader.lookup("get_setting", {"key": key})
-        return rows[0][0] if rows else None
-
-    async def set_setting(self, key: str, value: str) -> None:
-        def work(connection: sqlite3.Connection) -> None:
-            run(connection, "set_setting", {"key": key, "value": value})
-
-        await self._writer.submit(work, durable=True)
-
-    async def server_id(self) -> str:
-        found = await self.get_setting("server_id")
-        if found is not None:
-            return found
-
-        def work(connection: sqlite3.Connection) -> str:
-            run(connection, "set_setting_once", {"key": "server_id", "value": new_id("srv")})
-            return str(run(connection, "get_setting", {"key": "server_id"})[0][0])
-
-        return str(await self._writer.submit(work, durable=True))
-
+    # -- retention ------------------------------------------------------------------------------
     async def prune(
         self, now: float, *, operations_after: float = 7 * 86400.0, sessions_after: float = 86400.0
     ) -> Pruned:
@@ -607,8 +513,3 @@ def _read_cursor(cursor: str) -> tuple[float, str]:
         return float(created_at), id
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(f"{cursor!r} is not a cursor of a list of sessions") from error
-
-
-def _hash(secret: str) -> str:
-    # A plain hash serves: secrets are random and long, there is nothing to guess.
-    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
