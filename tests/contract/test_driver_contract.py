@@ -221,7 +221,12 @@ def test_checkpoint_of_a_running_sandbox_is_refused(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("command", "path"),
-    [("hold /f text", "/f"), ("gonecwd /d", "/d"), ("deleted /program", "/program")],
+    [
+        ("hold /f text", "/f"),
+        ("gonecwd /d", "/d"),
+        ("deleted /program", "/program"),
+        ("othername /one /two", "/one"),
+    ],
 )
 def test_what_breaks_a_checkpoint_is_seen_first_and_survived(
     rig: Rig, command: str, path: str
@@ -256,6 +261,9 @@ def test_what_breaks_a_checkpoint_is_seen_first_and_survived(
         ["flock /lock"],
         ["mapw /mapped text"],
         ["write /a b", "unlink /a"],
+        ["oddname"],
+        ["trap"],
+        ["stop"],
     ],
     ids=lambda commands: commands[-1].split()[0] + commands[-1].split(" ", 1)[-1][:4],
 )
@@ -340,11 +348,12 @@ def test_writable_files_are_those_of_the_tree(rig: Rig) -> None:
     box = rig.started()
     for command in ("keep /a 1", "mapw /b 1", "open /lower", "keep /tmp/c 1"):
         box.ok(command)
+    box.ok("oddname")
     box.ok("mkdir /dir")
     box.ok("keep /dir/d 1")
     box.detach()
     rig.driver.freeze(box.spec)
-    assert rig.driver.writable_files(box.spec) == ["a", "b", "dir/d"]
+    assert rig.driver.writable_files(box.spec) == ["a", "b", "dir/d", "odd (deleted)"]
 
 
 # -- ending -------------------------------------------------------------------------------------

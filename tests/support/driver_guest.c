@@ -11,6 +11,7 @@
 #include <sys/file.h>
 #include <sys/inotify.h>
 #include <sys/mman.h>
+#include <sys/ptrace.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/sysinfo.h>
@@ -222,6 +223,23 @@ static int obey(char *line, char *out, size_t size) {
         return result(out, size, rmdir(a));
     }
     if (IS("cwd")) return result(out, size, chdir(a));
+    if (IS("othername")) {
+        int fd = open(a, O_RDWR | O_CREAT, 0644);
+        if (fd < 0 || link(a, b) < 0) return result(out, size, -1);
+        return result(out, size, unlink(a));
+    }
+    if (IS("oddname")) return result(out, size, open("/odd (deleted)", O_RDWR | O_CREAT, 0644));
+    if (IS("stop")) {
+        long pid = child(linger, "");
+        pause_ms(50);
+        return result(out, size, kill(pid, SIGSTOP));
+    }
+    if (IS("trap")) {
+        long pid = child(linger, "");
+        pause_ms(50);
+        if (ptrace(PTRACE_ATTACH, pid, 0, 0) < 0) return result(out, size, -1);
+        return result(out, size, waitpid(pid, NULL, 0));
+    }
     if (IS("deleted")) return result(out, size, run_deleted(a));
     if (IS("stdout")) return result(out, size, write(1, a, strlen(a)));
     return snprintf(out, size, "error unknown command %s", word);

@@ -45,25 +45,35 @@ def _open(pid: int) -> Iterator[tuple[Path, str, int]]:
 
 
 def unlinked(pids: Iterable[int]) -> list[str]:
-    """Absolute paths (inside) of files that are open though their name is gone."""
+    """Absolute paths (inside) under which files were opened that they no longer have."""
     found: set[str] = set()
     for pid in pids:
         for entry, target, _ in _open(pid):
-            with contextlib.suppress(FileNotFoundError):
-                if target.endswith(_DELETED) and entry.stat().st_nlink == 0:
-                    found.add(target.removesuffix(_DELETED))
+            if target.endswith(_DELETED) and not _named_so(pid, entry, target):
+                found.add(target.removesuffix(_DELETED))
     return sorted(found)
 
 
+def _named_so(pid: int, entry: Path, target: str) -> bool:
+    """Whether the file's name merely looks like the kernel's mark of a lost one."""
+    try:
+        there = Path(f"/proc/{pid}/root{target}").lstat()
+        return os.path.samestat(there, entry.stat())
+    except OSError:
+        return False
+
+
 def writable(pids: Iterable[int]) -> list[str]:
-    """Root-relative paths of regular files open or mapped for writing."""
+    """Root-relative paths of regular files open or mapped for writing and still in the tree."""
     found: set[str] = set()
     for pid in pids:
         for entry, target, flags in _open(pid):
+            if target.endswith(_DELETED) and not _named_so(pid, entry, target):
+                continue
             with contextlib.suppress(FileNotFoundError):
                 writes = flags & os.O_ACCMODE in (os.O_WRONLY, os.O_RDWR)
                 if writes and not flags & os.O_PATH and stat.S_ISREG(entry.stat().st_mode):
-                    found.add(target.removesuffix(_DELETED).lstrip("/"))
+                    found.add(target.lstrip("/"))
         found.update(_mapped(pid))
     return sorted(found)
 

@@ -269,11 +269,11 @@ class GVisorDriver:
 
     def unlinked_files(self, spec: SandboxSpec) -> list[str]:
         """Paths on the root file system held open though their name is gone."""
-        return gvisor_descriptors.unlinked(self._kernels(spec))
+        return gvisor_descriptors.unlinked(self._kernels(spec), spec.root)
 
     def writable_files(self, spec: SandboxSpec) -> list[str]:
         """Root-relative paths of regular files held open for writing."""
-        return gvisor_descriptors.writable(self._kernels(spec))
+        return gvisor_descriptors.writable(self._kernels(spec), spec.root)
 
     # -- looking ------------------------------------------------------------------------------
 

@@ -36,28 +36,38 @@ def _path(target: str) -> str:
     return "/" + target.removeprefix(_TREE).removesuffix(_DELETED)
 
 
-def unlinked(pids: Iterable[int]) -> list[str]:
-    """Absolute paths (inside) of files that are open though their name is gone."""
+def unlinked(pids: Iterable[int], root: Path) -> list[str]:
+    """Absolute paths (inside) under which files were opened that they no longer have.
+
+    Another name (a hard link) does not help: the checkpoint keeps the name it was opened by.
+    """
     found: set[str] = set()
     for pid in pids:
         for entry, target in _open_in_tree(pid):
-            if not target.endswith(_DELETED):
-                continue
-            # A file may be named so; one that was unlinked has no name left.
-            with contextlib.suppress(FileNotFoundError):
-                if entry.stat().st_nlink == 0:
-                    found.add(_path(target))
+            if target.endswith(_DELETED) and not _named_so(entry, root, target):
+                found.add(_path(target))
     return sorted(found)
 
 
-def writable(pids: Iterable[int]) -> list[str]:
-    """Root-relative paths of regular files that are open for writing."""
+def _named_so(entry: Path, root: Path, target: str) -> bool:
+    """Whether the file's name merely looks like the kernel's mark of a lost one."""
+    try:
+        there = (root / target.removeprefix(_TREE)).lstat()
+        return os.path.samestat(there, entry.stat())
+    except OSError:
+        return False
+
+
+def writable(pids: Iterable[int], root: Path) -> list[str]:
+    """Root-relative paths of regular files that are open for writing and still in the tree."""
     found: set[str] = set()
     for pid in pids:
         for entry, target in _open_in_tree(pid):
+            if target.endswith(_DELETED) and not _named_so(entry, root, target):
+                continue
             with contextlib.suppress(FileNotFoundError):
                 if _writes(pid, entry.name) and stat.S_ISREG(entry.stat().st_mode):
-                    found.add(_path(target).lstrip("/"))
+                    found.add(target.removeprefix(_TREE))
     return sorted(found)
 
 
