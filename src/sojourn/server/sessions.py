@@ -440,7 +440,7 @@ class Sessions:
                     )
                 except SessionNotFound:
                     continue  # deleted since
-            return msgspec.structs.replace(operation_info(operation), result={"sessions": sessions})
+            return msgspec.structs.replace(operation_info(operation), result=sessions)
         if operation.verb in _SESSION_VERBS:
             try:
                 result = self._info(
