@@ -33,7 +33,7 @@ static void child_ready(struct source *source, uint32_t events)
 static int usage(int status)
 {
     fputs("usage: sojourn-supervisor [--socket PATH] [--user USER] [--cwd DIRECTORY]\n"
-          "                          [--max-processes N] [--nproc-limit N]\n"
+          "                          [--max-processes N]\n"
           "       sojourn-supervisor --version\n",
           status ? stderr : stdout);
     return status;
@@ -42,12 +42,11 @@ static int usage(int status)
 int main(int argc, char **argv)
 {
     static const struct option options[] = {
-        {"socket", required_argument, NULL, 's'},        {"user", required_argument, NULL, 'u'},
-        {"cwd", required_argument, NULL, 'c'},           {"max-processes", required_argument, NULL, 'm'},
-        {"nproc-limit", required_argument, NULL, 'n'},   {"version", no_argument, NULL, 'v'},
-        {"help", no_argument, NULL, 'h'},                {NULL, 0, NULL, 0}};
+        {"socket", required_argument, NULL, 's'}, {"user", required_argument, NULL, 'u'},
+        {"cwd", required_argument, NULL, 'c'},    {"max-processes", required_argument, NULL, 'm'},
+        {"version", no_argument, NULL, 'v'},      {"help", no_argument, NULL, 'h'},
+        {NULL, 0, NULL, 0}};
     const char *socket = "/run/sojourn/node/node.sock", *user = "0", *cwd = "";
-    unsigned nproc = 0;
     for (int option; (option = getopt_long(argc, argv, "", options, NULL)) != -1;) {
         switch (option) {
         case 's':
@@ -61,9 +60,6 @@ int main(int argc, char **argv)
             break;
         case 'm':
             guard_limit((unsigned)strtoul(optarg, NULL, 10));
-            break;
-        case 'n':
-            nproc = (unsigned)strtoul(optarg, NULL, 10);
             break;
         case 'v':
             printf("sojourn-supervisor wire %d\n", WIRE_VERSION);
@@ -89,7 +85,7 @@ int main(int argc, char **argv)
         perror("sojourn-supervisor: /");
     loop_open();
     state_open();
-    process_defaults(user, cwd, nproc);
+    process_defaults(user, cwd, guard_kernel_limit());
     files_defaults(user);
     loop_watch(&children, EPOLLIN);
     connection_open(socket);

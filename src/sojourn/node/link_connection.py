@@ -125,6 +125,7 @@ class Connection:
         self._arrived: asyncio.Future[None] | None = None
         self._left: asyncio.Future[None] | None = None
         self._give_up: asyncio.TimerHandle | None = None
+        self._listening: asyncio.Task[None] | None = None
         self._attach_id = 0
         self.hello: frames.Hello | None = None
         self.generation = 0  # grows with each interrupt: streams of before must not go on
@@ -419,14 +420,20 @@ class Connection:
         loop = asyncio.get_running_loop()
         self._state = _State.LISTENING
         if self._server is None:
-            self._relisten = loop.create_task(self._listen())
+            self._listening = loop.create_task(self._listen_again())
         if self._arrived is None and self._give_up is None:
             self._give_up = loop.call_later(self._within, self._not_back)
         if self._on_lost is not None:
             self._on_lost()
 
+    async def _listen_again(self) -> None:
+        try:
+            await self._listen()
+        except OSError:
+            self._not_back()  # the control directory is gone: nobody can come back
+
     def _not_back(self) -> None:
-        self._give_up = None
+        self._stop_waiting()
         if self._state is not _State.LISTENING or self._arrived is not None:
             return
         self._state = _State.LOST
