@@ -60,11 +60,14 @@ static bool serve_wait(const struct process *p, const struct parked *one)
     return true;
 }
 
-/* All output with the end; of a lossless command what fits, as soon as more is pending than that. */
+/* All output with the end; of a lossless command what is there, as soon as more is pending than
+ * fits or it takes long: the reader goes on by offset. */
 static bool serve_run(struct process *p, const struct parked *one)
 {
     uint64_t length = p->out.next - p->out.first + p->err.next - p->err.first;
-    bool early = p->out.lossless && !p->settled && (length >= RUN_INLINE || p->out.held || p->err.held);
+    bool late = p->running && now_ns() >= p->run_until;
+    bool early = p->out.lossless && !p->settled
+                 && (late || length >= RUN_INLINE || p->out.held || p->err.held);
     if (!over(p) && !early)
         return false;
     p->run_early = early || length > RUN_INLINE;

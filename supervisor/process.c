@@ -431,6 +431,7 @@ void process_run(struct request *request)
             break; /* asked again after a reconnect */
     if (!p && (p = start_process(request))) {
         p->run_id = request->id;
+        p->run_until = p->out.lossless ? now_ns() + RUN_PATIENCE : NEVER;
         p->run_client = connection_client();
     }
     if (p)
@@ -514,6 +515,13 @@ uint64_t process_timers(uint64_t now)
         }
         if (p->running && p->deadline < next)
             next = p->deadline;
+        if (p->run_id && p->running && p->parked && p->run_until != NEVER) {
+            /* Whoever watches a long command wants to see it, and to know how to reach it. */
+            if (now >= p->run_until)
+                process_dirty(p);
+            else if (p->run_until < next)
+                next = p->run_until;
+        }
         if (!p->running && !p->settled) {
             settle(p, now);
             if (!p->settled && !p->out.held && !p->err.held) {

@@ -15,6 +15,7 @@
 #define ENDED_OUTPUT (64ull << 20)  /* bytes of output kept for all ended ones together */
 #define STDIN_QUEUE (256u << 10)    /* input taken ahead of the process, for each */
 #define RUN_INLINE (768u << 10)     /* most output that comes with the answer of a run */
+#define RUN_PATIENCE (250 * MS)     /* a lossless run that takes longer is answered while it runs */
 
 struct parked;
 
@@ -34,6 +35,7 @@ struct process {
     struct bytes in_queue;
     bool in_broken, in_eof;
     uint64_t run_id, run_client; /* the run request that started it and still owns it */
+    uint64_t run_until;          /* monotonic: a lossless run is answered then at the latest */
     bool run_early;              /* that was answered before all output was there */
     struct parked *parked;
     bool dirty;
