@@ -34,7 +34,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AutoSnapshot(enum.StrEnum):
     """When a snapshot is taken without being asked for."""
 
-    TURN = "turn"  # after every turn that changed something
+    TURN = "turn"  # after every turn that changed something; the next turn waits for it
+    IDLE = "idle"  # in the first pause of a quarter second after turns that changed something
     OFF = "off"
 
 

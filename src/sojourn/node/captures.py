@@ -15,7 +15,9 @@ import asyncio
 import contextlib
 import os
 import shutil
+from collections.abc import Awaitable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -33,7 +35,10 @@ from sojourn.node import host
 from sojourn.node.isolation.base import Capability
 from sojourn.node.sandboxes import ATTACH_SECONDS, Sandbox
 from sojourn.store.base import PendingLayer, SealedLayer
-from sojourn.wire.guest import OpenUnlinked
+from sojourn.wire.guest import GuestActivity, OpenUnlinked
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 # Room that must be left beside a memory image: a checkpoint that meets a full disk is lost work,
 # and on some runtimes the sandbox with it.
@@ -151,8 +156,54 @@ def _suspects(sandbox: Sandbox) -> set[bytes]:
     return {os.fsencode(path) for path in sandbox.driver.writable_files(sandbox.spec)}
 
 
-async def capture_live(sandbox: Sandbox, *, memory: bool) -> Captured:
-    """Take a snapshot's content while the session goes on (or stays paused).
+class LiveCapture:
+    """What was taken of a sandbox that went on since: copied and staged, not yet safe.
+
+    Exactly one of `publish` and `discard` is called.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        pending: PendingLayer,
+        staged: Path | None,
+        activity: GuestActivity | None,
+    ) -> None:
+        self._sandbox = sandbox
+        self._pending = pending
+        self._staged = staged
+        self._activity = activity
+
+    async def publish(self) -> Captured:
+        """Hash, sync and publish. Raises StorageFull; nothing is kept then, and the next look for
+        changes finds some."""
+        sandbox = self._sandbox
+        try:
+            layer, image = await _both(
+                asyncio.to_thread(self._pending.publish), _publish_image(sandbox, self._staged)
+            )
+        except BaseException:
+            self.discard()
+            sandbox.baseline = None
+            raise
+        sandbox.since = (self._pending.scan, layer)
+        return Captured(layers=_chain(sandbox, layer), memory=image)
+
+    def note(self) -> None:
+        """Take the captured state as the one that later changes are seen against."""
+        self._sandbox.baseline_scan = self._pending.scan
+        if self._activity is not None:
+            self._sandbox.baseline = self._activity
+
+    def discard(self) -> None:
+        """Drop what was staged. Idempotent."""
+        if self._staged is not None:
+            self._sandbox.store.discard_image(self._staged)
+        self._pending.discard()
+
+
+async def begin_live(sandbox: Sandbox, *, memory: bool) -> LiveCapture:
+    """Take the state of a sandbox at one instant; it goes on (or stays paused).
 
     Raises CaptureRefused, StorageFull, CaptureFailed; the sandbox runs on. Raises SandboxLost when
     it did not survive.
@@ -177,25 +228,36 @@ async def capture_live(sandbox: Sandbox, *, memory: bool) -> Captured:
             )
         finally:
             await _thaw_or_lost(sandbox, stay_frozen)
-        layer, image = await asyncio.gather(
-            asyncio.to_thread(pending.publish), _publish_image(sandbox, staged)
-        )
     except BaseException:
         if staged is not None:
             sandbox.store.discard_image(staged)
         if pending is not None:
             pending.discard()
         raise
-    sandbox.since = (pending.scan, layer)
-    sandbox.baseline_scan = pending.scan
-    if activity is not None:
-        sandbox.baseline = activity
-    return Captured(layers=_chain(sandbox, layer), memory=image)
+    capture = LiveCapture(sandbox, pending, staged, activity)
+    capture.note()
+    return capture
+
+
+async def capture_live(sandbox: Sandbox, *, memory: bool) -> Captured:
+    """`begin_live` and publish at once."""
+    return await (await begin_live(sandbox, memory=memory)).publish()
 
 
 async def _thaw_or_lost(sandbox: Sandbox, stay_frozen: bool) -> None:
     # A cancelled request must not leave a frozen sandbox behind.
     await asyncio.shield(release(sandbox, stay_frozen))
+
+
+async def _both(first: Awaitable[_A], second: Awaitable[_B]) -> tuple[_A, _B]:
+    """Both results; when one fails, only after the other ended too: nothing may still be written
+    when the caller clears up."""
+    one, two = await asyncio.gather(first, second, return_exceptions=True)
+    if isinstance(one, BaseException):
+        raise one
+    if isinstance(two, BaseException):
+        raise two
+    return one, two
 
 
 async def _publish_image(sandbox: Sandbox, staged: Path | None) -> MemoryRef | None:
@@ -227,7 +289,7 @@ async def capture_final(sandbox: Sandbox, *, memory: bool) -> Sealed:
     try:
         if memory:
             staged = await _checkpoint(sandbox)
-        sealed, image = await asyncio.gather(
+        sealed, image = await _both(
             asyncio.to_thread(
                 lambda: sandbox.store.seal_layer(
                     sandbox.upper, since=sandbox.since, suspects=_suspects(sandbox)

@@ -8,7 +8,6 @@ awaits it. Paths are raw bytes, absolute inside the session.
 from __future__ import annotations
 
 import builtins
-import builtins
 from collections.abc import AsyncIterator
 from typing import Protocol
 

@@ -92,6 +92,7 @@ class Branches:
             )
             return
         await self._placements.place(run, active, target, {"head": target.id}, finish, event)
+        faultpoints.reach(f"{kind}.commit")
         if old:
             agent = self._context.agent
             if agent.has(old):
@@ -114,6 +115,7 @@ class Branches:
             async with asyncio.TaskGroup() as tasks:
                 for child in children:
                     tasks.create_task(self._child(run, source.session, snapshot, child, starts))
+            faultpoints.reach("fork.children")
         except* SojournError as group:
             await self._undo(run, children)
             raise group.exceptions[0] from None
@@ -206,6 +208,7 @@ class Branches:
             )
             if not run.request.get("start", True):
                 await self._context.commit(active, {"state": SessionState.SUSPENDED}, event)
+                faultpoints.reach("fork.shelved")
                 return
             async with starts:
                 await self._placements.place(run, active, snapshot, {}, event)

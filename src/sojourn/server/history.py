@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import asyncio
+import builtins
 import os
 from collections.abc import AsyncIterator
 

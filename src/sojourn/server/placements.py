@@ -108,6 +108,7 @@ class Placements:
         if salvaged is not None:
             record = await self._snapshots.publish(salvaged, session.tenant)
             writes.append(InsertSnapshot(record))
+        faultpoints.reach("lost.salvage")
         writes.append(
             AppendEvent(
                 session=session.id,
@@ -123,6 +124,7 @@ class Placements:
             )
         )
         await self._context.commit(active, suspended_changes(session) | {"cause": cause}, *writes)
+        faultpoints.reach("lost.commit")
         if sandbox:
             self._context.agent.destroy_soon(sandbox)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 from sojourn.database.base import Database
 from sojourn.errors import SessionBusy
@@ -25,6 +26,7 @@ class Gate:
         self._open = asyncio.Event()
         self._open.set()
         self.reason: str | None = None
+        self.settling: asyncio.Task[Any] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -41,13 +43,20 @@ class Gate:
         except TimeoutError:
             raise SessionBusy(f"the session is held by {self.reason}", verb=self.reason) from None
 
+    async def settled(self) -> None:
+        """Wait until the last snapshot that was taken is committed (or failed)."""
+        if self.settling is not None:
+            await asyncio.wait({self.settling})
+
     @contextlib.asynccontextmanager
     async def closed(self, reason: str) -> AsyncIterator[None]:
-        """Hold it closed. Waits for the operation before; commands under way go on."""
+        """Hold it closed. Waits for the operation before, and for a snapshot that was taken but
+        is not committed yet; commands under way go on."""
         async with self._holder:
             self._open.clear()
             self.reason = reason
             try:
+                await self.settled()
                 yield
             finally:
                 self.reason = None
@@ -57,7 +66,8 @@ class Gate:
 class ActiveSession:
     """A session with its newest record and its gate.
 
-    `turns` counts commands under way; `dirty` says that something changed which no look at files
+    `turns` counts commands under way, `entered` all there were; `hurry` is set by
+    whoever waits for the automatic snapshot; `dirty` says that something changed which no look at files
     shows (interpreter memory); `pending` is the automatic snapshot being taken, if any.
     """
 
@@ -65,6 +75,8 @@ class ActiveSession:
         self.session = session
         self.gate = Gate()
         self.turns = 0
+        self.entered = 0
+        self.hurry = asyncio.Event()
         self.dirty = False
         self.bracket: str | None = None
         self.pending: asyncio.Task[None] | None = None

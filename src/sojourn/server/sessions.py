@@ -6,8 +6,8 @@ refused request has changed nothing.
 
 from __future__ import annotations
 
-import builtins
 import asyncio
+import builtins
 import math
 import shutil
 import time

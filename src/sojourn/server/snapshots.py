@@ -11,6 +11,9 @@ import logging
 import time
 from typing import Any
 
+import msgspec
+
+from sojourn import faultpoints
 from sojourn.database.records import SnapshotRecord
 from sojourn.database.writes import AppendEvent, InsertSnapshot, LinkEvent, Write
 from sojourn.errors import (
@@ -23,13 +26,21 @@ from sojourn.errors import (
 from sojourn.model import LayerRef, MemoryRef, Session, Snapshot, SnapshotKind, new_id
 from sojourn.model.snapshots import SnapshotConfig
 from sojourn.node import captures
-from sojourn.node.captures import Captured
 from sojourn.node.isolation.base import Capability
 from sojourn.server.context import Context
 from sojourn.server.registry import ActiveSession
 from sojourn.store.fingerprints import fingerprint
 
 log = logging.getLogger(__name__)
+
+
+class Taking(msgspec.Struct, frozen=True):
+    """A snapshot whose content is taken but not yet published."""
+
+    capture: captures.LiveCapture
+    kind: SnapshotKind
+    memory: bool
+    config: SnapshotConfig
 
 
 class Snapshots:
@@ -87,6 +98,64 @@ class Snapshots:
             image=memory.id if memory else None,
         )
 
+    async def begin(
+        self, active: ActiveSession, kind: SnapshotKind, *, memory: bool = True
+    ) -> Taking:
+        """Take the state of a running or paused session; it goes on at once.
+
+        The caller holds the session's gate. Raises CaptureRefused, StorageFull, SandboxLost.
+        """
+        sandbox = self._context.sandbox(active)
+        memory = memory and sandbox.has(Capability.LIVE_CHECKPOINT)
+        capture = await captures.begin_live(sandbox, memory=memory)
+        active.dirty = False
+        return Taking(capture, kind, memory, sandbox.record.config)
+
+    async def finish(
+        self,
+        active: ActiveSession,
+        taking: Taking,
+        *,
+        label: str | None = None,
+        turn: int | None = None,
+        actor: str = "server",
+    ) -> Snapshot:
+        """Publish what was taken and make it the session's head, in one commit with its event.
+
+        Raises StorageFull; the session is as before then, and counts as changed.
+        """
+        async with self._context.guard.publishing():
+            faultpoints.reach("auto.capture")
+            captured = await taking.capture.publish()
+            session = active.session
+            snapshot = self.manifest(
+                session,
+                taking.config,
+                captured.layers,
+                captured.memory,
+                taking.kind,
+                label=label,
+            )
+            record = await self.publish(snapshot, session.tenant)
+            faultpoints.reach("auto.publish")
+            if turn is not None:
+                event: Write = LinkEvent(active.id, turn, session.head, snapshot.id)
+            else:
+                event = AppendEvent(
+                    session=active.id,
+                    kind="snapshot",
+                    actor=actor,
+                    result="ok",
+                    details={"kind": str(taking.kind), "label": label, "memory": taking.memory},
+                    before=session.head,
+                    after=snapshot.id,
+                )
+            await self._context.commit(active, {"head": snapshot.id}, InsertSnapshot(record), event)
+            faultpoints.reach("auto.commit")
+        if taking.kind is SnapshotKind.AUTO:
+            self._context.soon(self.thin(active), f"thin {active.id}")
+        return snapshot
+
     async def take(
         self,
         active: ActiveSession,
@@ -94,57 +163,17 @@ class Snapshots:
         *,
         label: str | None = None,
         memory: bool = True,
-        also: tuple[Write, ...] = (),
         turn: int | None = None,
         actor: str = "server",
-        move_head: bool = True,
     ) -> Snapshot:
-        """Snapshot a running or paused session and make it the head, in one commit with `also`.
+        """`begin` and `finish` for a caller that holds the gate until it is committed."""
+        taking = await self.begin(active, kind, memory=memory)
+        return await self.finish(active, taking, label=label, turn=turn, actor=actor)
 
-        The caller holds the session's gate. Raises CaptureRefused, StorageFull, SandboxLost.
-        """
-        session = active.session
-        sandbox = self._context.sandbox(active)
-        memory = memory and sandbox.has(Capability.LIVE_CHECKPOINT)
-        async with self._context.guard.publishing():
-            captured = await captures.capture_live(sandbox, memory=memory)
-            snapshot = self.manifest(
-                session,
-                sandbox.record.config,
-                captured.layers,
-                captured.memory,
-                kind,
-                label=label,
-            )
-            record = await self.publish(snapshot, session.tenant)
-            writes: list[Write] = [InsertSnapshot(record), *also]
-            if turn is not None:
-                writes.append(LinkEvent(active.id, turn, session.head, snapshot.id))
-            else:
-                writes.append(
-                    AppendEvent(
-                        session=active.id,
-                        kind="snapshot",
-                        actor=actor,
-                        result="ok",
-                        details={"kind": str(kind), "label": label, "memory": memory},
-                        before=session.head,
-                        after=snapshot.id,
-                    )
-                )
-            changes = {"head": snapshot.id} if move_head else {"updated_at": time.time()}
-            # The snapshot itself is on disk already; its row may follow the log's own pace where
-            # nobody waits for it.
-            await self._context.commit(active, changes, *writes)
-        active.dirty = False
-        if kind is SnapshotKind.AUTO:
-            self._context.soon(self.thin(active), f"thin {active.id}")
-        return snapshot
-
-    async def take_or_files_only(self, active: ActiveSession, **options: Any) -> Snapshot:
-        """Like `take`; what memory cannot be taken of is at least kept as files."""
+    async def begin_or_files_only(self, active: ActiveSession) -> Taking:
+        """Begin an automatic snapshot; what memory cannot be taken of is at least kept as files."""
         try:
-            return await self.take(active, SnapshotKind.AUTO, **options)
+            return await self.begin(active, SnapshotKind.AUTO)
         except CaptureRefused as error:
             self._context.database.append_event(
                 AppendEvent(
@@ -155,11 +184,11 @@ class Snapshots:
                     before=active.session.head,
                 )
             )
-            return await self.take(active, SnapshotKind.AUTO, **(options | {"memory": False}))
+            return await self.begin(active, SnapshotKind.AUTO, memory=False)
 
-    def captured(self, snapshot: Snapshot) -> Captured:
-        """What a snapshot holds, to make another one of the same content."""
-        return Captured(layers=snapshot.layers, memory=snapshot.memory)
+    async def take_or_files_only(self, active: ActiveSession, *, actor: str) -> Snapshot:
+        """An automatic snapshot for a caller that holds the gate until it is committed."""
+        return await self.finish(active, await self.begin_or_files_only(active), actor=actor)
 
     # -- find -------------------------------------------------------------------------------
 

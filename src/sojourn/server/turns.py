@@ -31,13 +31,16 @@ from sojourn.server.context import Context
 from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
 from sojourn.server.registry import ActiveSession
-from sojourn.server.snapshots import Snapshots
+from sojourn.server.snapshots import Snapshots, Taking
 
 log = logging.getLogger(__name__)
 
 # How long an automatic snapshot waits for commands that run beside the one that ended.
 _SETTLE_SECONDS = 1.0
 _ENTER_TRIES = 20
+# With the policy `idle`: the pause that counts as one, and the longest wait for it.
+_QUIET_SECONDS = 0.25
+_QUIET_MOST_SECONDS = 10.0
 
 
 class Turn:
@@ -79,7 +82,8 @@ class Turns:
         active = await self._context.registry.find(who.tenant, ref)
         for _ in range(_ENTER_TRIES):
             await active.gate.passed()
-            if active.pending is not None and active.turns == 0:
+            strict = active.session.policy.auto_snapshot is AutoSnapshot.TURN
+            if strict and active.pending is not None and active.turns == 0:
                 # The snapshot of the turn before comes first.
                 await asyncio.wait({active.pending})
                 continue
@@ -128,6 +132,7 @@ class Turns:
         turn = Turn(active, sandbox, kind, who.actor)
         turn.details.update(details)
         active.turns += 1
+        active.entered += 1
         try:
             yield turn
         except SojournError as error:
@@ -169,7 +174,7 @@ class Turns:
         )
         wanted = (
             turn.changes
-            and active.session.policy.auto_snapshot is AutoSnapshot.TURN
+            and active.session.policy.auto_snapshot is not AutoSnapshot.OFF
             and active.bracket is None
             and active.state is SessionState.RUNNING
         )
@@ -181,7 +186,9 @@ class Turns:
 
     async def _after_turn(self, active: ActiveSession, event: asyncio.Future[int]) -> None:
         try:
-            if active.turns:
+            if active.session.policy.auto_snapshot is AutoSnapshot.IDLE:
+                await self._quiet(active)
+            elif active.turns:
                 await self._settled(active)
             turn = await event
             async with active.gate.closed("automatic snapshot"):
@@ -190,25 +197,40 @@ class Turns:
             log.info("no automatic snapshot of %s: %s", active.id, error)
             self._context.soon(self._placements.check(active), f"check {active.id}")
         except SojournError as error:
-            log.warning("no automatic snapshot of %s: %s", active.id, error)
-            with contextlib.suppress(SojournError):
-                await self._context.database.append_event(
-                    AppendEvent(
-                        session=active.id,
-                        kind="snapshot.failed",
-                        result=error.code,
-                        details={"message": error.message, **error.details},
-                        before=active.session.head,
-                        after=active.session.head,
-                    )
-                )
+            await self._failed(active, error)
         finally:
             active.pending = None
+
+    async def _failed(self, active: ActiveSession, error: SojournError) -> None:
+        log.warning("no automatic snapshot of %s: %s", active.id, error)
+        active.dirty = True
+        with contextlib.suppress(SojournError):
+            await self._context.database.append_event(
+                AppendEvent(
+                    session=active.id,
+                    kind="snapshot.failed",
+                    result=error.code,
+                    details={"message": error.message, **error.details},
+                    before=active.session.head,
+                    after=active.session.head,
+                )
+            )
 
     async def _settled(self, active: ActiveSession) -> None:
         deadline = time.monotonic() + _SETTLE_SECONDS
         while active.turns and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
+
+    async def _quiet(self, active: ActiveSession) -> None:
+        """Wait for a pause between turns, but not for ever."""
+        deadline = time.monotonic() + _QUIET_MOST_SECONDS
+        while time.monotonic() < deadline and not active.hurry.is_set():
+            seen = active.entered
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_QUIET_SECONDS):
+                    await active.hurry.wait()
+            if not active.turns and active.entered == seen:
+                return
 
     async def snapshot_if_changed(self, active: ActiveSession, turn: int | None) -> bool:
         """Take an automatic snapshot when something changed. The caller holds the gate."""
@@ -217,13 +239,27 @@ class Turns:
         sandbox = self._context.sandbox(active)
         if not active.dirty and not await sandbox.changed():
             return False
-        await self._snapshots.take_or_files_only(active, turn=turn)
+        taking = await self._snapshots.begin_or_files_only(active)
+        # The session goes on while the snapshot is hashed, synced and committed; whoever closes
+        # the gate next waits for that.
+        active.gate.settling = self._context.soon(
+            self._finish(active, taking, turn), f"snapshot {active.id}"
+        )
         return True
+
+    async def _finish(self, active: ActiveSession, taking: Taking, turn: int | None) -> None:
+        try:
+            await self._snapshots.finish(active, taking, turn=turn)
+        except SojournError as error:
+            await self._failed(active, error)
 
     async def settle(self, active: ActiveSession) -> None:
         """Wait for the automatic snapshot of the last turn, so that the head is the present."""
         while active.pending is not None:
+            active.hurry.set()
             await asyncio.wait({active.pending})
+        active.hurry.clear()
+        await active.gate.settled()
 
     # -- bracketed groups -------------------------------------------------------------------
 
@@ -270,4 +306,5 @@ class Turns:
             return None
         async with active.gate.closed("automatic snapshot"):
             taken = await self.snapshot_if_changed(active, sequence)
+        await active.gate.settled()
         return active.session.head if taken else None

@@ -340,4 +340,5 @@ class Verbs:
             faultpoints.reach("delete.commit")
         if session.sandbox:
             await agent.destroy(session.sandbox)
+        faultpoints.reach("delete.destroy")
         self._snapshots.collect_soon()
