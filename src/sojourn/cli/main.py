@@ -24,7 +24,12 @@ COMMANDS: dict[str, str] = {
     "doctor": "sojourn.cli.doctor:command",
     "demo": "sojourn.cli.demo:demo",
     "up": "sojourn.cli.up:command",
-    "up": "sojourn.cli.up:command",
+    "run": "sojourn.cli.run:command",
+    "session": "sojourn.cli.session:command",
+    "verify": "sojourn.cli.history:verify",
+    "status": "sojourn.cli.service:status",
+    "template": "sojourn.cli.service:template",
+    "token": "sojourn.cli.service:token",
 }
 """Every subcommand: its name, and `module:attribute` of its click command."""
 

@@ -1,17 +1,37 @@
 """The client library: one core without input or output, a blocking and an asynchronous shell.
 
 Guarantee: the names below are the library's surface; everything else in this package may change.
+Each is loaded when it is first used, so that the blocking client does not wait for the other.
 """
 
-from sojourn.client.async_client import AsyncSessions, AsyncSojourn, AsyncTokens
-from sojourn.client.async_files import AsyncFiles
-from sojourn.client.async_process import AsyncProcess
-from sojourn.client.async_session import AsyncSession, AsyncTurn
-from sojourn.client.core_commands import ExecResult
-from sojourn.client.sync_client import Sessions, Sojourn, Tokens
-from sojourn.client.sync_files import Files
-from sojourn.client.sync_process import Process
-from sojourn.client.sync_session import Session, Turn
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sojourn.client.async_client import AsyncSessions, AsyncSojourn, AsyncTokens
+    from sojourn.client.async_files import AsyncFiles
+    from sojourn.client.async_process import AsyncProcess
+    from sojourn.client.async_session import AsyncSession, AsyncTurn
+    from sojourn.client.core_commands import ExecResult
+    from sojourn.client.sync_client import Sessions, Sojourn, Tokens
+    from sojourn.client.sync_files import Files
+    from sojourn.client.sync_process import Process
+    from sojourn.client.sync_session import Session, Turn
+
+_MODULES = {
+    "async_client": ("AsyncSessions", "AsyncSojourn", "AsyncTokens"),
+    "async_files": ("AsyncFiles",),
+    "async_process": ("AsyncProcess",),
+    "async_session": ("AsyncSession", "AsyncTurn"),
+    "core_commands": ("ExecResult",),
+    "sync_client": ("Sessions", "Sojourn", "Tokens"),
+    "sync_files": ("Files",),
+    "sync_process": ("Process",),
+    "sync_session": ("Session", "Turn"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AsyncFiles",
@@ -30,3 +50,12 @@ __all__ = [
     "Tokens",
     "Turn",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME.get(name)
+    if module is None:
+        raise AttributeError(f"module 'sojourn.client' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"sojourn.client.{module}"), name)
+    globals()[name] = value
+    return value

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from sojourn.client import core_files, trees
+from sojourn.client import core_files
 from sojourn.client.async_transport import AsyncTransport, content_of, in_thread
 from sojourn.client.core_files import PathLike
 from sojourn.errors import FileMissing
@@ -106,6 +106,8 @@ class AsyncFiles:
         """Copy a local file to the path `remote`, or a local directory's content into the
         directory `remote`, with links, modes, owners and times. `owner` (UID:GID) overrides the
         local owners of a directory's content."""
+        from sojourn.client import trees  # only where it is needed: tarfile takes time to load
+
         source = Path(local)
         if not await asyncio.to_thread(source.is_dir):
             mode = modes.S_IMODE((await asyncio.to_thread(source.stat)).st_mode)
@@ -124,6 +126,8 @@ class AsyncFiles:
 
         `owners` also takes over owners and set-user-id bits. Nothing is written outside `local`,
         whatever names and links the session holds; device nodes are left out (`skipped`)."""
+        from sojourn.client import trees  # as above
+
         target = Path(local)
         info = await self.stat(remote)
         if info.type != "dir":

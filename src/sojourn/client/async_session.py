@@ -105,19 +105,23 @@ class AsyncSession:
         stdin: Any = None,
         on_stdout: Callable[[bytes], object] | None = None,
         on_stderr: Callable[[bytes], object] | None = None,
+        on_start: Callable[[int], object] | None = None,
     ) -> ExecResult:
         """Run a command to its end and give its exit code and all its output.
 
         `command` is text for the session's shell, or a list of arguments. `timeout` in seconds
         kills its whole process group. `stdin` is bytes, text, an open file or an iterable of
-        bytes, of any size. The callbacks get output as it comes. A non-zero exit code raises
-        nothing. Raises CommandNotStarted, Interrupted, SandboxLost.
+        bytes, of any size. The callbacks get output as it comes, and the process's id once it
+        runs. A non-zero exit code raises nothing. Raises CommandNotStarted, Interrupted and
+        SandboxLost.
         """
         collector = core_commands.Collector(on_stdout, on_stderr)
         if core_commands.streams_input(stdin):
             process = await self.spawn(
                 command, timeout=timeout, env=env, cwd=cwd, user=user, stdin="pipe", lossless=True
             )
+            if on_start is not None:
+                on_start(process.id)
             return await self._feed(process, stdin, collector)
         source = core_commands.exec_source(
             self.id,
@@ -127,6 +131,7 @@ class AsyncSession:
             cwd=cwd,
             user=user,
             stdin=core_commands.inline_input(stdin),
+            on_start=on_start,
         )
         async for item in self._transport.stream(source):
             collector.take(item)

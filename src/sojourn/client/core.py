@@ -9,7 +9,7 @@ idempotency key) may, commands never.
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import AsyncIterable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -236,7 +236,7 @@ def act(
 
 def new_key() -> str:
     """An idempotency key."""
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 def verb(

@@ -140,12 +140,14 @@ class FrameSource:
         process: int | None = None,
         offsets: tuple[int, int] = (0, 0),
         follow: bool = True,
+        on_start: Callable[[int], object] | None = None,
     ) -> None:
         self._ref = ref
         self._body = body
         self.process = process
         self.offsets = list(offsets)
         self._follow = follow
+        self._on_start = on_start
         self._decoder = stream.FrameDecoder()
         self._done = False
         self._reattached = 0
@@ -170,6 +172,8 @@ class FrameSource:
                 self.offsets[frame.stream - 1] = frame.offset + len(frame.data)
                 items.append(frame)
             elif isinstance(frame, stream.Started):
+                if self.process is None and self._on_start is not None:
+                    self._on_start(frame.process)
                 self.process = frame.process
             elif isinstance(frame, stream.Ended):
                 self._done = True
@@ -240,6 +244,7 @@ def exec_source(
     cwd: str | None,
     user: str | None,
     stdin: bytes | None,
+    on_start: Callable[[int], object] | None,
 ) -> FrameSource:
     """Run a command with input that fits into the request."""
     body = ExecRequest(
@@ -250,7 +255,7 @@ def exec_source(
         timeout=timeout,
         stdin=stdin,
     )
-    return FrameSource(ref, body=_encoder.encode(body))
+    return FrameSource(ref, body=_encoder.encode(body), on_start=on_start)
 
 
 # -- processes ----------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from sojourn.client.core import (
 )
 from sojourn.client.core_commands import STREAM_SECONDS
 from sojourn.errors import ErrorBody, from_body
-from sojourn.wire import tar
 from sojourn.wire.api import EventInfo, FileChange, FileInfo, TreeInfo
 
 T = TypeVar("T")
@@ -31,7 +30,7 @@ PathLike = str | bytes | Path
 """A path inside a session: text, or bytes where it is not UTF-8."""
 
 _SSE_ACCEPT = (b"accept", b"text/event-stream")
-_TAR_TYPE = (b"content-type", tar.MEDIA_TYPE.encode())
+_TAR_TYPE = (b"content-type", b"application/x-tar")
 
 
 def files_path(ref: str, what: str = "") -> str:

@@ -3,7 +3,6 @@ exceptions mean a failed connection."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,7 +38,7 @@ class Origin:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.headers: list[tuple[bytes, bytes]] = [
             (b"host", parts.netloc.rpartition("@")[2].encode()),
-            (b"user-agent", f"sojourn/{version('sojourn')}".encode()),
+            (b"user-agent", b"sojourn"),
         ]
         if address.token:
             self.headers.append((b"authorization", f"Bearer {address.token}".encode()))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sojourn.client import core_files, trees
+from sojourn.client import core_files
 from sojourn.client.core_files import PathLike
 from sojourn.client.transport import Transport, content_of
 from sojourn.errors import FileMissing
@@ -103,6 +103,8 @@ class Files:
         """Copy a local file to the path `remote`, or a local directory's content into the
         directory `remote`, with links, modes, owners and times. `owner` (UID:GID) overrides the
         local owners of a directory's content."""
+        from sojourn.client import trees  # only where it is needed: tarfile takes time to load
+
         source = Path(local)
         if not source.is_dir():
             with source.open("rb") as file:
@@ -118,6 +120,8 @@ class Files:
 
         `owners` also takes over owners and set-user-id bits. Nothing is written outside `local`,
         whatever names and links the session holds; device nodes are left out (`skipped`)."""
+        from sojourn.client import trees  # as above
+
         target = Path(local)
         info = self.stat(remote)
         if info.type != "dir":

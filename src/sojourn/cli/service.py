@@ -1,0 +1,85 @@
+"""`sojourn` status, template and token: the server itself."""
+
+from __future__ import annotations
+
+import click
+
+from sojourn.cli.connection import connect
+from sojourn.cli.output import emit, facts, json_option, moment, say, size, table
+
+
+@click.command("status", help="Show the server at a glance.")
+@json_option
+def status(as_json: bool) -> None:
+    client = connect()
+    found = client.status()
+
+    def show() -> None:
+        facts(
+            [
+                ("server", client.url),
+                ("version", found.version),
+                ("node", found.node),
+                ("sandboxes", found.sandboxes),
+                ("disk free", size(found.disk_free_bytes)),
+                ("store", size(found.store_bytes)),
+            ]
+        )
+        for state, count in sorted(found.sessions.items()):
+            say(f"sessions {state}: {count}")
+        for driver, capabilities in sorted(found.drivers.items()):
+            say(f"driver {driver}: {', '.join(capabilities) or 'files only'}")
+
+    emit(found, as_json, show)
+
+
+@click.group("template", help="Templates: what sessions start from.")
+def template() -> None:
+    """The group itself does nothing."""
+
+
+@template.command("ls", help="List templates.")
+@json_option
+def list_templates(as_json: bool) -> None:
+    found = connect().templates()
+
+    def show() -> None:
+        table(
+            ["NAME", "SIZE", "MADE", "LAYER"],
+            [(one.name, size(one.bytes), moment(one.created_at), one.layer[:16]) for one in found],
+        )
+
+    emit(found, as_json, show)
+
+
+@click.group("token", help="Tokens of tenants; for the operator.")
+def token() -> None:
+    """The group itself does nothing."""
+
+
+@token.command("create", help="Make a token for a tenant. It is shown this once.")
+@click.argument("tenant")
+@json_option
+def create_token(tenant: str, as_json: bool) -> None:
+    made = connect().tokens.create(tenant)
+    emit(made, as_json, lambda: say(made.token or ""))
+
+
+@token.command("ls", help="List tokens, without what they are.")
+@json_option
+def list_tokens(as_json: bool) -> None:
+    found = connect().tokens.list()
+
+    def show() -> None:
+        table(
+            ["ID", "TENANT", "ROLE", "MADE"],
+            [(one.id, one.tenant, one.role, moment(one.created_at)) for one in found],
+        )
+
+    emit(found, as_json, show)
+
+
+@token.command("revoke", help="Make a token worthless.")
+@click.argument("token_id", metavar="ID")
+def revoke_token(token_id: str) -> None:
+    connect().tokens.revoke(token_id)
