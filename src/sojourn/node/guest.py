@@ -1,4 +1,4 @@
-"""The node's view of the supervisor inside a sandbox: one interface, one implementation per transport.
+"""The node's view of the supervisor inside a sandbox; each transport implements it once.
 
 Guarantee: every call either takes effect exactly once or raises; calls in flight and open streams
 survive a `detach`/`attach` pair (freeze, snapshot) without a lost or doubled byte, because streams
@@ -43,6 +43,10 @@ class Guest(Protocol):
     @property
     def attached(self) -> bool:
         """Whether the supervisor is connected now."""
+
+    @property
+    def interrupts(self) -> int:
+        """How often `interrupt` was called: streams opened before the last time do not go on."""
 
     # -- processes --------------------------------------------------------------------------
     async def start(self, spec: ProcessSpec) -> ProcessState:

@@ -122,6 +122,7 @@ class _Context:
         self.lock = asyncio.Lock()
         self.process: int | None = None
         self.stream: AsyncIterator[Output] | None = None
+        self.interrupts = 0  # of the guest, when the stream was opened
         self.fresh = True  # nothing was ever lost
         self.begin = False  # the next request cannot know what the stream holds
         self.ended_by: str | None = None
@@ -167,7 +168,7 @@ class Interpreter:
 
     async def _ensure(self, held: _Context, context: str) -> bool:
         """Have a process; True when it is a fresh one in place of one that was lost."""
-        if held.process is not None:
+        if held.process is not None and held.interrupts == self._guest.interrupts:
             return False
         tag = TAG + context
         for state in await self._guest.processes():
@@ -199,6 +200,7 @@ class Interpreter:
 
     def _use(self, held: _Context, state: ProcessState, *, begin: bool) -> None:
         held.process = state.id
+        held.interrupts = self._guest.interrupts
         held.begin = begin
         offsets = (state.out[1], state.err[1]) if begin else (0, 0)
         held.stream = self._guest.output(state.id, offsets)

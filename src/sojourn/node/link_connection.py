@@ -304,6 +304,11 @@ class Connection:
             if pending.op != Op.RUN and self._state is _State.ATTACHED:
                 self._write(frames.frame(Op.CANCEL, 0, frames.number(identifier)))
 
+    @property
+    def interrupts(self) -> int:
+        """How often `interrupt` was called."""
+        return self.generation
+
     def check(self, generation: int) -> None:
         """Raise Interrupted when an interrupt came since `generation`."""
         if generation != self.generation:
