@@ -11,6 +11,8 @@ from pathlib import Path
 
 from sojourn.client import Sojourn
 
+UP = (sys.executable, "-m", "sojourn.cli.main", "up")
+
 
 class ServerProcess:
     """Starts, kills and stops `sojourn up` on one data directory."""
@@ -37,8 +39,7 @@ class ServerProcess:
         """Start; raises with the log when it does not become ready."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "sojourn.cli.main", "up"]
-                + ["--data", str(self.data), "--listen", "127.0.0.1:0"],
+                [*UP, "--data", str(self.data), "--listen", "127.0.0.1:0"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

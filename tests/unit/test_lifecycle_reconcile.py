@@ -1,4 +1,4 @@
-"""Whatever a crash interrupted, one decision leads to a sandbox in someone's hands or none at all."""
+"""Whatever a crash interrupted, one decision puts the sandbox into someone's hands or ends it."""
 
 from __future__ import annotations
 

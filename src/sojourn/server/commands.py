@@ -84,12 +84,13 @@ async def process_spec(sandbox: Sandbox, request: ExecRequest) -> ProcessSpec:
         raise TooLarge("inline stdin is over 1 MiB; spawn the command and stream it")
     config = sandbox.record.config
     cwd = request.cwd if request.cwd is not None else config.cwd
-    if not cwd.startswith("/"):
+    if cwd and not cwd.startswith("/"):
         raise InvalidRequest(f"cwd must be absolute, not {cwd!r}", field="cwd")
     return ProcessSpec(
         argv=argv,
         env={os.fsencode(name): os.fsencode(value) for name, value in request.env.items()},
-        cwd=_no_nul("cwd", os.fsencode(cwd)),
+        # Without one it is the home of the command's user, who may not enter another's.
+        cwd=_no_nul("cwd", os.fsencode(cwd)) if cwd else None,
         user=request.user or config.user,
         timeout=request.timeout,
         stdin="inline" if stdin is not None else "null",

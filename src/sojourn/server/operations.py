@@ -17,6 +17,7 @@ from sojourn.database.records import Operation
 from sojourn.database.writes import AppendEvent, FinishOperation, Write
 from sojourn.errors import (
     Conflict,
+    IdempotencyMismatch,
     Interrupted,
     SessionBusy,
     SojournError,
@@ -140,11 +141,33 @@ class Operations:
                 if left <= 0 or not await self.join(active.id, left):
                     raise
                 # Its task ends a moment after its record does; another caller may be first.
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.01)
         if new:
+            if creates:
+                # Others find the session from now on; all of them must mean the same object.
+                active = self._context.registry.hold(active.session)
             faultpoints.reach(f"{verb}.begin")
             self.run(operation, active)
         return operation
+
+    async def repeated(
+        self, who: Principal, verb: str, ref: str, key: str | None
+    ) -> Operation | None:
+        """The operation that an earlier request with this key began, for a session that cannot be
+        found any more. `ref` is compared with the `ref` the request recorded.
+
+        Raises IdempotencyMismatch when the key belongs to another request.
+        """
+        known = await self._context.database.keyed_operation(who.tenant, key) if key else None
+        if known is None:
+            return None
+        if known.verb != verb or ref not in (known.session, known.request.get("ref")):
+            raise IdempotencyMismatch(
+                f"the idempotency key was used for another request ({known.verb})",
+                operation=known.id,
+                verb=known.verb,
+            )
+        return known
 
     def run(self, operation: Operation, active: ActiveSession) -> asyncio.Task[Operation]:
         """Run (or take up again) an operation in the background."""

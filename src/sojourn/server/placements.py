@@ -25,6 +25,8 @@ from sojourn.server.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
+_MOST_LAYERS = 128
+
 
 def suspended_changes(session: Session) -> dict[str, Any]:
     """What changes in a session's record when it no longer has a sandbox."""
@@ -59,12 +61,16 @@ class Placements:
         StorageFull, StaleEpoch; the session is as before then, no sandbox is left.
         """
         session = active.session
+        layers = snapshot.layers
+        if len(layers) > _MOST_LAYERS:
+            # Forks of running forks grow the chain without ever being put away.
+            layers = await self._snapshots.merged(layers)
         record = SandboxRecord(
             sandbox=new_id("sbx").replace("_", "-"),
             session=session.id,
             epoch=session.epoch + 1,
             driver=session.driver,
-            layers=snapshot.layers,
+            layers=layers,
             memory=snapshot.memory,
             config=snapshot.config,
             limits=session.limits,

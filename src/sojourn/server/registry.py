@@ -66,9 +66,9 @@ class Gate:
 class ActiveSession:
     """A session with its newest record and its gate.
 
-    `turns` counts commands under way, `entered` all there were; `hurry` is set by
-    whoever waits for the automatic snapshot; `dirty` says that something changed which no look at files
-    shows (interpreter memory); `pending` is the automatic snapshot being taken, if any.
+    `turns` counts commands under way, `entered` all there were; `pending` is the automatic
+    snapshot being taken, `hurry` is set by whoever waits for it; `dirty` says that something
+    changed which no look at files shows (interpreter memory).
     """
 
     def __init__(self, session: Session) -> None:

@@ -241,7 +241,12 @@ class Sessions:
 
     async def get(self, who: Principal, ref: str) -> SessionInfo:
         """One session."""
-        return self._info(await self._context.registry.find(who.tenant, ref))
+        return await self._newest(await self._context.registry.find(who.tenant, ref))
+
+    async def _newest(self, active: ActiveSession) -> SessionInfo:
+        """The session with its deadline as calls have moved it, which no commit tells of."""
+        newest = await self._context.database.get_session(None, active.id)
+        return session_info(newest, self._operations.current(active.id))
 
     async def list(
         self,
@@ -422,8 +427,16 @@ class Sessions:
 
     async def delete(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
         """Remove, from whatever state."""
-        active = await self._context.registry.find(who.tenant, ref)
-        operation = await self._operations.begin(who, active, "delete", {}, key, supersede=True)
+        try:
+            active = await self._context.registry.find(who.tenant, ref)
+        except SessionNotFound:
+            known = await self._operations.repeated(who, "delete", ref, key)
+            if known is None:
+                raise
+            return await self._operation_info(known)
+        operation = await self._operations.begin(
+            who, active, "delete", {"ref": ref}, key, supersede=True
+        )
         return await self._operation_info(operation)
 
     async def _operation_info(self, operation: Operation) -> OperationInfo:
@@ -436,14 +449,14 @@ class Sessions:
             for id in ids:
                 try:
                     sessions.append(
-                        self._info(await self._context.registry.find(operation.tenant, id))
+                        await self._newest(await self._context.registry.find(operation.tenant, id))
                     )
                 except SessionNotFound:
                     continue  # deleted since
             return msgspec.structs.replace(operation_info(operation), result=sessions)
         if operation.verb in _SESSION_VERBS:
             try:
-                result = self._info(
+                result = await self._newest(
                     await self._context.registry.find(operation.tenant, operation.session)
                 )
             except SessionNotFound:

@@ -23,7 +23,15 @@ from sojourn.errors import (
     SnapshotNotFound,
     SojournError,
 )
-from sojourn.model import LayerRef, MemoryRef, Session, Snapshot, SnapshotKind, new_id
+from sojourn.model import (
+    LayerRef,
+    MemoryRef,
+    Session,
+    SessionState,
+    Snapshot,
+    SnapshotKind,
+    new_id,
+)
 from sojourn.model.snapshots import SnapshotConfig
 from sojourn.node import captures
 from sojourn.node.isolation.base import Capability
@@ -32,6 +40,9 @@ from sojourn.server.registry import ActiveSession
 from sojourn.store.fingerprints import fingerprint
 
 log = logging.getLogger(__name__)
+
+# Overlay file systems take up to 500 layers and look a name up in each of them in turn.
+LONG_CHAIN = 24
 
 
 class Taking(msgspec.Struct, frozen=True):
@@ -241,6 +252,53 @@ class Snapshots:
                 f"the manifest of snapshot {session.head} is gone",
                 object=f"snapshot {session.head}",
             ) from error
+
+    # -- long chains ------------------------------------------------------------------------
+
+    def squash_soon(self, active: ActiveSession, snapshot: Snapshot) -> None:
+        """Merge a long chain of layers in the background, while the session is put away."""
+        if len(snapshot.layers) > LONG_CHAIN:
+            self._context.soon(self._squash_logged(active, snapshot), f"squash {active.id}")
+
+    async def _squash_logged(self, active: ActiveSession, snapshot: Snapshot) -> None:
+        try:
+            await self.squash(active, snapshot)
+        except (SojournError, OSError) as error:
+            log.warning("the layers of session %s stay as they are: %s", active.id, error)
+
+    async def squash(self, active: ActiveSession, snapshot: Snapshot) -> None:
+        """Give a suspended session a head of the same content with one layer over the template.
+
+        Only the commit holds the gate: whoever resumes meanwhile takes the long chain.
+        """
+        async with self._context.guard.publishing():
+            layers = await self.merged(snapshot.layers)
+            async with active.gate.closed("squash"):
+                session = active.session
+                if session.head != snapshot.id or session.state is not SessionState.SUSPENDED:
+                    return
+                merged = self.manifest(
+                    session, snapshot.config, layers, snapshot.memory, SnapshotKind.AUTO
+                )
+                record = await self.publish(merged, session.tenant)
+                await self._context.commit(
+                    active,
+                    {"head": merged.id},
+                    InsertSnapshot(record),
+                    AppendEvent(
+                        session=active.id,
+                        kind="squash",
+                        result="ok",
+                        details={"layers_before": len(snapshot.layers)},
+                        before=session.head,
+                        after=merged.id,
+                    ),
+                )
+
+    async def merged(self, layers: list[LayerRef]) -> list[LayerRef]:
+        """The template and one layer that shows what all others show."""
+        one = await asyncio.to_thread(self._context.store.squash, layers[1:], layers[:1])
+        return [layers[0]] if one.entries == 0 else [layers[0], one]
 
     # -- thin and remove --------------------------------------------------------------------
 

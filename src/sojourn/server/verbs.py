@@ -71,7 +71,7 @@ class Verbs:
                 template=template.name,
                 env=session.env,
                 user=run.request.get("user") or "root",
-                cwd=run.request.get("cwd") or "/root",
+                cwd=run.request.get("cwd") or "",  # the home of whoever runs a command
                 hostname=session.name or "sandbox",
             )
             base = self._snapshots.manifest(
@@ -287,6 +287,7 @@ class Verbs:
                 log.error("session %s cannot be put away yet: %s", active.id, error)
                 await asyncio.sleep(_RETRY_SECONDS)
         self._context.agent.destroy_soon(plan.sandbox)
+        self._snapshots.squash_soon(active, plan.snapshot)
 
     async def _finish_once(self, run: Run, plan: SealPlan) -> None:
         active = run.active

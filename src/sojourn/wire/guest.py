@@ -71,7 +71,7 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Stat(msgspec.Struct, frozen=True):
-    """One file. `type` is file, dir, symlink, fifo, socket, char or block; `mode` is the lower 12 bits."""
+    """One file. `type` is file, dir, symlink, fifo, socket, char or block; `mode` has 12 bits."""
 
     path: bytes
     type: str

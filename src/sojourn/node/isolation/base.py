@@ -90,7 +90,7 @@ class Driver(Protocol):
         """
 
     def unlinked_files(self, spec: SandboxSpec) -> list[str]:
-        """Paths on the root file system that a frozen sandbox holds open though their name is gone."""
+        """Paths on the root that a frozen sandbox holds open though their name is gone."""
 
     def writable_files(self, spec: SandboxSpec) -> list[str]:
         """Root-relative paths of regular files the sandbox holds open for writing now."""
