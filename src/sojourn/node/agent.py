@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from sojourn import faultpoints
 from sojourn.errors import IntegrityError, SandboxLost, SojournError, StaleEpoch, Unsupported
 from sojourn.model import LayerRef, Limits, SessionState
 from sojourn.node import mounts
@@ -131,11 +132,21 @@ class NodeAgent:
         return len(self._sandboxes)
 
     async def stop(self, sandbox: str) -> None:
-        """End a sandbox's processes and unmount it, keeping its upper directory. Idempotent."""
+        """End a sandbox's processes and unmount it, keeping its upper directory. Idempotent.
+
+        Also one that this server process never took over: a sealed sandbox that an earlier one
+        left is frozen, not gone, and its upper must not move while it is mounted.
+        """
         found = self._sandboxes.get(sandbox)
-        if found is not None:
-            await found.kill()
-            await asyncio.to_thread(found.unmount)
+        if found is None:
+            record = await asyncio.to_thread(_record_or_none, self.directory / sandbox)
+            if record is None or record.driver not in self.drivers:
+                await asyncio.to_thread(mounts.cleanup_mounts, self.directory / sandbox)
+                return
+            found = self._make(record)
+        await found.kill()
+        faultpoints.reach("stop.kill")
+        await asyncio.to_thread(found.unmount)
 
     async def take(self, sandbox: str, layer: LayerRef | None) -> None:
         """Move the upper of a stopped sandbox into the store as the layer it was hashed to.

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from sojourn import faultpoints
 from sojourn.errors import ResumeFailed, SandboxLost, SojournError
 from sojourn.model import LayerRef, SessionState
 from sojourn.node import host, mounts
@@ -87,10 +88,12 @@ class Sandbox:
         """Write the record and mount the root. Blocks."""
         self.directory.mkdir(parents=True, mode=0o700)
         write_record(self.directory, self.record)
+        faultpoints.reach("start.record")
         for name in ("work", "root", "control", "driver"):
             (self.directory / name).mkdir(mode=0o755)
         self.store.prepare_upper(self.upper, self.record.layers)
         self.mount()
+        faultpoints.reach("start.mount")
 
     def mount(self) -> None:
         """Mount the layers with the upper over them. Blocks."""
@@ -102,6 +105,7 @@ class Sandbox:
             self.driver.restore(self.spec, self.store.image_path(self.record.memory.id))
         else:
             self.driver.start(self.spec)
+        faultpoints.reach("start.launch")
 
     async def start(self, trusted: Callable[[LayerRef], bool], generation: str) -> None:
         """Boot or restore, verify what is used meanwhile, and wait until the supervisor answers.
@@ -208,6 +212,7 @@ class Sandbox:
         """End every process; the upper directory and the mounts stay."""
         await self.guest.close()
         await asyncio.to_thread(self.driver.destroy, self.spec)
+        faultpoints.reach("end.kill")
 
     def unmount(self) -> None:
         """Unmount the root. Blocks. Idempotent."""
@@ -216,10 +221,12 @@ class Sandbox:
     def purge(self) -> None:
         """Unmount and remove the directory. Blocks. Idempotent."""
         self.unmount()
+        faultpoints.reach("end.unmount")
         if self.directory.exists():
             # The rename makes the removal one step for whoever looks after a crash in between.
             trash = self.directory.with_name(self.directory.name + ".gone")
             self.directory.rename(trash)
+            faultpoints.reach("end.rename")
             shutil.rmtree(trash)
 
     async def destroy(self) -> None:
