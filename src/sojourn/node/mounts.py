@@ -32,7 +32,7 @@ _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
 _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 429, 430, 431, 432
 _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
-_FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 6
+_FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
 _MOVE_MOUNT_F_EMPTY_PATH = 4
 _CLONE_FS = 0x200
 _PAGE = 4096
@@ -40,8 +40,15 @@ _LONGEST_VALUE = 255  # of one fsconfig string
 _AT_FDCWD = -100
 
 # What keeps a layer self-contained. `xino=off`: inode numbers of layers come through as they are,
-# as they did before the change of layers. A kernel that lacks one of them refuses the mount.
-_OPTIONS = {"index": "off", "redirect_dir": "nofollow", "metacopy": "off", "xino": "off"}
+# as they did before the change of layers. `uuid=off`: no random name is written on the upper.
+# A kernel that lacks one of them refuses the mount.
+_OPTIONS = {
+    "index": "off",
+    "redirect_dir": "nofollow",
+    "metacopy": "off",
+    "xino": "off",
+    "uuid": "off",
+}
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -93,9 +100,14 @@ def is_mounted(target: Path) -> bool:
     return any(mount.target == resolved for mount in read_mounts())
 
 
-def mount_overlay(lowers: Sequence[Path], upper: Path, work: Path, target: Path) -> None:
+def mount_overlay(
+    lowers: Sequence[Path], upper: Path, work: Path, target: Path, *, volatile: bool = False
+) -> None:
     """Mount an overlay: `lowers` read-only, the highest first, `upper` on top, at `target`.
 
+    An unmount, and each fsync inside, writes out all that the file system of `upper` holds. With
+    `volatile` neither does: for uppers that whoever keeps them syncs, and whose `work` directory
+    is never mounted again.
     Raises HostUnfit with the kernel's reason, OSError (ENOSPC, ENOENT) where that is the matter.
     """
     if not lowers:
@@ -104,9 +116,9 @@ def mount_overlay(lowers: Sequence[Path], upper: Path, work: Path, target: Path)
         if not directory.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
     if _layers_one_by_one():
-        _mount_new(lowers, upper, work, target)
+        _mount_new(lowers, upper, work, target, volatile)
     else:
-        _mount_classic(lowers, upper, work, target)
+        _mount_classic(lowers, upper, work, target, volatile)
 
 
 @functools.cache
@@ -156,7 +168,9 @@ def _kernel_words(context: int) -> str:
     return "; ".join(lines)
 
 
-def _mount_new(lowers: Sequence[Path], upper: Path, work: Path, target: Path) -> None:
+def _mount_new(
+    lowers: Sequence[Path], upper: Path, work: Path, target: Path, volatile: bool
+) -> None:
     context = _check(_libc.syscall(_SYS_FSOPEN, b"overlay", _FSOPEN_CLOEXEC), "open overlay")
     try:
         paths = [("lowerdir+", lower) for lower in lowers]
@@ -170,6 +184,11 @@ def _mount_new(lowers: Sequence[Path], upper: Path, work: Path, target: Path) ->
                 pairs.append((key, name))
             for key, value in pairs:
                 _check(_set(context, key, value), f"overlay option {key}={value}", context)
+            if volatile:
+                flag = _libc.syscall(
+                    _SYS_FSCONFIG, context, _FSCONFIG_SET_FLAG, b"volatile", None, 0
+                )
+                _check(flag, "overlay option volatile", context)
         create = _libc.syscall(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
         _check(create, "make the overlay", context)
         made = _libc.syscall(_SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, 0)
@@ -191,25 +210,29 @@ def _escape(path: str) -> str:
     return path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
 
 
-def _classic_options(lowers: Sequence[str], upper: str, work: str) -> bytes:
+def _classic_options(lowers: Sequence[str], upper: str, work: str, volatile: bool) -> bytes:
     words = [
         "lowerdir=" + ":".join(map(_escape, lowers)),
         "upperdir=" + _escape(upper),
         "workdir=" + _escape(work),
         *(f"{key}={value}" for key, value in _OPTIONS.items()),
+        *(["volatile"] if volatile else []),
     ]
     return os.fsencode(",".join(words))
 
 
-def _mount_classic(lowers: Sequence[Path], upper: Path, work: Path, target: Path) -> None:
+def _mount_classic(
+    lowers: Sequence[Path], upper: Path, work: Path, target: Path, volatile: bool
+) -> None:
     what = f"mount an overlay at {target}"
-    options = _classic_options([*map(os.fspath, lowers)], os.fspath(upper), os.fspath(work))
+    names = [os.fspath(path) for path in (*lowers, upper, work)]
+    options = _classic_options(names[:-2], names[-2], names[-1], volatile)
     if len(options) < _PAGE:
         _check(_libc.mount(b"overlay", os.fsencode(target), b"overlay", 0, options), what)
         return
     with _opened([*lowers, upper, work]) as descriptors:
         names = [str(descriptor) for descriptor in descriptors]
-        options = _classic_options(names[:-2], names[-2], names[-1])
+        options = _classic_options(names[:-2], names[-2], names[-1], volatile)
         if len(options) >= _PAGE:
             raise HostUnfit(
                 f"{len(lowers)} layers do not fit into one mount call of this kernel",

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sojourn.errors import (
     CaptureFailed,
@@ -60,6 +60,14 @@ _OVERHEAD_SHARE = 16
 # the supervisor; this bound is for a guest that got around it, and protects the host.
 _HOST_TASKS = 256
 _HOST_TASKS_PER_PID = 6
+
+
+class _Parts(NamedTuple):
+    """Host processes of one sandbox: the kernel, the file server, and all of them."""
+
+    sentries: list[int]
+    gofers: list[int]
+    all: list[int]
 
 
 class GVisorDriver:
@@ -279,19 +287,23 @@ class GVisorDriver:
 
     def status(self, spec: SandboxSpec) -> SandboxStatus:
         """Look at the host."""
-        members = sorted(pid for pid in self._members(spec) if processes.alive(pid))
-        if not self._sentry(spec):
-            return SandboxStatus(False, False, members, self._cause(spec))
-        if not self._answers(spec):
-            if not self._sentry(spec):
-                return SandboxStatus(False, False, members, self._cause(spec))
-            return SandboxStatus(False, False, members, "the sandbox kernel does not answer")
-        if not self._gofer(spec):
-            return SandboxStatus(False, False, members, "the file server of the sandbox is gone")
-        if self._tree.group(spec.sandbox).memory_kills():
+        parts = self._look(spec)
+        cause = None
+        if not parts.sentries:
+            cause = self._cause(spec)
+        elif not self._answers(spec):
+            parts = self._look(spec)  # it may have ended meanwhile
+            answerless = "the sandbox kernel does not answer"
+            cause = answerless if parts.sentries else self._cause(spec)
+        elif not parts.gofers:
+            cause = "the file server of the sandbox is gone"
+        elif self._tree.group(spec.sandbox).memory_kills():
             # Without a kernel that ends the whole group, parts may linger; none can be relied on.
-            return SandboxStatus(False, False, members, "memory limit exceeded")
-        return SandboxStatus(True, (self._files(spec) / "frozen").exists(), members)
+            cause = "memory limit exceeded"
+        else:
+            frozen = (self._files(spec) / "frozen").exists()
+            return SandboxStatus(True, frozen, parts.all)
+        return SandboxStatus(False, False, parts.all, cause)
 
     def _answers(self, spec: SandboxSpec) -> bool:
         try:
@@ -422,27 +434,29 @@ class GVisorDriver:
             pid for pid in named if self._belongs(pid, spec)
         }
 
-    def _belongs(self, pid: int, spec: SandboxSpec, part: str | None = None) -> bool:
-        arguments = processes.command_line(pid)
-        if part is not None and part not in arguments:
-            return False
-        return gvisor_state.bundle_of(arguments) == self._files(spec)
+    def _belongs(self, pid: int, spec: SandboxSpec) -> bool:
+        return gvisor_state.bundle_of(processes.command_line(pid)) == self._files(spec)
 
-    def _parts(self, spec: SandboxSpec, part: str) -> list[int]:
-        members = self._members(spec)
-        return [pid for pid in members if self._belongs(pid, spec, part) and processes.alive(pid)]
-
-    def _sentry(self, spec: SandboxSpec) -> list[int]:
-        return self._parts(spec, "boot")
-
-    def _gofer(self, spec: SandboxSpec) -> list[int]:
-        return self._parts(spec, "gofer")
+    def _look(self, spec: SandboxSpec) -> _Parts:
+        """The live processes of a sandbox by what they are."""
+        found = _Parts([], [], [])
+        for pid in sorted(self._members(spec)):
+            if not processes.alive(pid):
+                continue
+            found.all.append(pid)
+            arguments = processes.command_line(pid)
+            if gvisor_state.bundle_of(arguments) == self._files(spec):
+                if "boot" in arguments:
+                    found.sentries.append(pid)
+                elif "gofer" in arguments:
+                    found.gofers.append(pid)
+        return found
 
     def _kernels(self, spec: SandboxSpec) -> list[int]:
-        sentries = self._sentry(spec)
-        if not sentries:
+        parts = self._look(spec)
+        if not parts.sentries:
             raise SandboxLost(f"sandbox {spec.sandbox}: {self._cause(spec) or 'it does not run'}")
-        return sentries + self._gofer(spec)
+        return parts.sentries + parts.gofers
 
     def _words(self, spec: SandboxSpec, status: int) -> str:
         with contextlib.suppress(OSError):
