@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import driver_rig
 import pytest
 from driver_rig import Rig, driver_guest, eventually
 
-from sojourn.errors import SandboxLost
+from sojourn.errors import CaptureFailed, SandboxLost, SojournError
 from sojourn.node.isolation import gvisor_state, urpc
 from sojourn.node.isolation.gvisor import GVisorDriver
 
@@ -149,3 +150,39 @@ def test_a_long_data_directory_works(rig: Rig, tmp_path: Path) -> None:
 def test_runtime_names_the_version(rig: Rig) -> None:
     assert rig.driver.runtime.startswith("runsc ")
     assert any(character.isdigit() for character in rig.driver.runtime)
+
+
+def _checkpoint_in_background(rig: Rig) -> tuple[threading.Thread, list[BaseException]]:
+    """A checkpoint whose pages go into a pipe nobody reads yet, so that it lasts."""
+    box = rig.boxes[-1]
+    image = rig.base / "image"
+    image.mkdir()
+    os.mkfifo(image / "pages.img")
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            rig.driver.checkpoint(box.spec, image)
+        except SojournError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    eventually("the checkpoint is under way", lambda: (image / "checkpoint.img").exists())
+    return thread, failures
+
+
+def test_destroy_ends_a_checkpoint_under_way(rig: Rig) -> None:
+    box = rig.started()
+    box.ok("heap 20")
+    box.detach()
+    rig.driver.freeze(box.spec)
+    thread, failures = _checkpoint_in_background(rig)
+    assert rig.driver.status(box.spec).alive
+    rig.driver.destroy(box.spec)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert rig.leftovers(box) == []
+    assert [type(failure) for failure in failures] in ([CaptureFailed], [SandboxLost])
+    if isinstance(failures[0], CaptureFailed):
+        assert failures[0].details["sandbox_alive"] is False
