@@ -157,7 +157,8 @@ class Database(Protocol):
         when new, before the operation is inserted; give `id` when it must name the operation.
         An `exclusive` operation is the session's only unfinished one: else SessionBusy is raised,
         with details `operation` and `verb`; with `supersede` the unfinished one is instead failed
-        with Interrupted in the same transaction (delete must work from every state).
+        with Interrupted in the same transaction (delete must work from every state), unless it is
+        of the same verb.
         """
 
     async def set_step(
@@ -172,6 +173,9 @@ class Database(Protocol):
 
     async def get_operation(self, tenant: str | None, id: str) -> Operation:
         """Raises OperationNotFound."""
+
+    async def keyed_operation(self, tenant: str, key: str) -> Operation | None:
+        """The operation an idempotency key stands for, as long as the key is remembered."""
 
     async def unfinished_operations(
         self, *, session: str | None = None, server: str | None = None

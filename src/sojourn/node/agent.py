@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 # A template's thousands of files are not read again at each start; a session's own layers are.
 _TRUST_SECONDS = 600.0
+_TRASH = ".gone"
 
 
 class NodeAgent:
@@ -52,6 +53,7 @@ class NodeAgent:
         self._checked: dict[str, float] = {}
         self._templates: set[str] = set()
         self._chores: set[asyncio.Task[None]] = set()
+        self._unremoved: set[str] = set()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def trust_template(self, layer: LayerRef) -> None:
@@ -176,6 +178,7 @@ class NodeAgent:
         found = self._sandboxes.pop(sandbox, None)
         if found is None:
             directory = self.directory / sandbox
+            await asyncio.to_thread(_remove, directory.with_name(sandbox + _TRASH))
             record = await asyncio.to_thread(_record_or_none, directory)
             if record is None or record.driver not in self.drivers:
                 await asyncio.to_thread(_remove, directory)
@@ -191,26 +194,39 @@ class NodeAgent:
 
     def destroy_soon(self, sandbox: str) -> None:
         """Destroy in the background: off the path of whoever waits for the session."""
-        task = asyncio.create_task(self._destroy_logged(sandbox))
+        task = asyncio.create_task(self.remove(sandbox))
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
 
-    async def _destroy_logged(self, sandbox: str) -> None:
+    async def remove(self, sandbox: str) -> None:
+        """Destroy, or note that it has to be tried again: what cannot be cleared up must not fail
+        the verb that is done with it."""
         try:
             await self.destroy(sandbox)
         except (SojournError, OSError) as error:
-            # The sweep at the next start, or the reaper, tries again.
             log.warning("sandbox %s is not removed yet: %s", sandbox, error)
+            self._unremoved.add(sandbox)
+        else:
+            self._unremoved.discard(sandbox)
+
+    async def retry_removals(self) -> None:
+        """Try again what `remove` or `reap` could not do."""
+        for sandbox in sorted(self._unremoved):
+            await self.remove(sandbox)
 
     async def reap(self, keep: set[str]) -> list[str]:
         """Remove everything on the machine that belongs to this node and to no sandbox in `keep`:
         processes, mounts, cgroups, directories. Returns the ids."""
         reaped = []
         for driver in self.drivers.values():
-            reaped += await asyncio.to_thread(driver.sweep, keep)
+            try:
+                reaped += await asyncio.to_thread(driver.sweep, keep)
+            except (SojournError, OSError) as error:
+                # Leftovers that resist must not keep the sessions from their server.
+                log.error("driver %s could not be swept: %s", driver.name, error)
         for directory in sorted(self.directory.iterdir()):
             if directory.name not in keep and directory.name not in self._sandboxes:
-                await asyncio.to_thread(_remove, directory)
+                await self.remove(directory.name.removesuffix(_TRASH))
                 reaped.append(directory.name)
         return sorted(set(reaped))
 
@@ -262,5 +278,7 @@ def _record_or_none(directory: Path) -> SandboxRecord | None:
 
 def _remove(directory: Path) -> None:
     mounts.cleanup_mounts(directory)
-    if directory.exists():
+    if directory.is_dir() and not directory.is_symlink():
         shutil.rmtree(directory)
+    else:
+        directory.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from sojourn import faultpoints
 from sojourn.database.writes import AppendEvent, InsertSession, Write
-from sojourn.errors import SandboxLost, SojournError
+from sojourn.errors import Interrupted, SandboxLost, SojournError
 from sojourn.lifecycle import Command, Verb, decide, first_deadlines
 from sojourn.model import (
     AutoSnapshot,
@@ -119,16 +119,21 @@ class Branches:
         except* SojournError as group:
             await self._undo(run, children)
             raise group.exceptions[0] from None
-        await self._context.database.commit(
-            [
-                run.finish({"sessions": [child["id"] for child in children]}),
-                run.event(
-                    before=source.session.head,
-                    after=snapshot.id,
-                    children=[child["id"] for child in children],
-                ),
-            ]
-        )
+        try:
+            await self._context.database.commit(
+                [
+                    run.finish({"sessions": [child["id"] for child in children]}),
+                    run.event(
+                        before=source.session.head,
+                        after=snapshot.id,
+                        children=[child["id"] for child in children],
+                    ),
+                ]
+            )
+        except SojournError:
+            # The source was deleted meanwhile: its caller was told that there are no children.
+            await self._undo(run, children)
+            raise
 
     async def _fork_point(self, run: Run, source: ActiveSession) -> Snapshot:
         known = run.data.get("point") or run.request.get("snapshot")
@@ -197,6 +202,8 @@ class Branches:
         async with active.gate.closed("fork"):
             if active.state is not SessionState.CREATING:
                 return  # an earlier execution of this operation finished it
+            if run.active.doomed:
+                raise Interrupted(f"session {run.active.id} is being deleted", next_step="")
             event = AppendEvent(
                 session=session.id,
                 kind="fork.child",
@@ -237,7 +244,7 @@ class Branches:
                     active, {"state": SessionState.DELETED, "sandbox": None, "node": None}
                 )
             if sandbox:
-                await self._context.agent.destroy(sandbox)
+                await self._context.agent.remove(sandbox)
 
     # -- promote ----------------------------------------------------------------------------
 

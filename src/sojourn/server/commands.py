@@ -261,23 +261,25 @@ class Commands:
 
     async def wait(self, who: Principal, ref: str, process: int, timeout: float) -> ProcessState:
         """Wait for its end, at most `timeout` seconds."""
-        _, sandbox = await self._turns.running(who, ref)
-        try:
-            async with asyncio.timeout(timeout):
-                return await sandbox.guest.wait(process)
-        except TimeoutError:
-            return await sandbox.guest.process(process)
+        active, sandbox = await self._turns.running(who, ref)
+        with active.call():
+            try:
+                async with asyncio.timeout(timeout):
+                    return await sandbox.guest.wait(process)
+            except TimeoutError:
+                return await sandbox.guest.process(process)
 
     async def output(
         self, who: Principal, ref: str, process: int, offsets: tuple[int, int]
     ) -> AsyncIterator[Output]:
         """Its output from the offsets on, to the end."""
-        _, sandbox = await self._turns.running(who, ref)
+        active, sandbox = await self._turns.running(who, ref)
         at = [*offsets]
         try:
-            async for output in sandbox.guest.output(process, offsets):
-                at[output.stream - 1] = output.offset + len(output.data)
-                yield output
+            with active.call():
+                async for output in sandbox.guest.output(process, offsets):
+                    at[output.stream - 1] = output.offset + len(output.data)
+                    yield output
         except Interrupted as error:
             error.details.update(process=process, stdout=at[0], stderr=at[1])
             raise

@@ -126,9 +126,15 @@ class Context:
         task.add_done_callback(self._chores.discard)
         return task
 
-    async def settle(self) -> None:
-        """Wait for what runs in the background."""
-        while self._chores:
+    async def settle(self, seconds: float) -> None:
+        """Wait for what runs in the background; what takes longer is cancelled."""
+        try:
+            async with asyncio.timeout(seconds):
+                while self._chores:
+                    await asyncio.wait(list(self._chores))
+        except TimeoutError:
+            for chore in list(self._chores):
+                chore.cancel()
             await asyncio.gather(*list(self._chores), return_exceptions=True)
 
     def is_lost(self, active: ActiveSession) -> bool:

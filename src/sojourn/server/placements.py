@@ -14,7 +14,7 @@ from typing import Any
 
 from sojourn import faultpoints
 from sojourn.database.writes import AppendEvent, InsertSnapshot, Write
-from sojourn.errors import IntegrityError, SandboxLost, SojournError
+from sojourn.errors import IntegrityError, Interrupted, SandboxLost, SojournError
 from sojourn.lifecycle import lifetime_after, settled_deadline
 from sojourn.model import Session, SessionState, Snapshot, SnapshotKind, new_id
 from sojourn.node.records import SandboxRecord
@@ -61,6 +61,8 @@ class Placements:
         StorageFull, StaleEpoch; the session is as before then, no sandbox is left.
         """
         session = active.session
+        if active.doomed:
+            raise Interrupted(f"session {session.id} is being deleted", next_step="")
         layers = snapshot.layers
         if len(layers) > _MOST_LAYERS:
             # Forks of running forks grow the chain without ever being put away.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from sojourn.database.base import Database
@@ -75,6 +75,7 @@ class ActiveSession:
         self.session = session
         self.gate = Gate()
         self.turns = 0
+        self.calls = 0
         self.entered = 0
         self.hurry = asyncio.Event()
         self.dirty = False
@@ -82,6 +83,20 @@ class ActiveSession:
         self.pending: asyncio.Task[None] | None = None
         self.doomed = False
         self.over_quota: int | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything of a caller is under way: it is not idle then."""
+        return self.turns > 0 or self.calls > 0
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a call that is no turn: reading, waiting, following output."""
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
 
     @property
     def id(self) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import logging
 import math
 import shutil
 import time
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from typing import Any
 
@@ -81,7 +83,13 @@ from sojourn.wire.api import (
 from sojourn.wire.code import CodeResult
 from sojourn.wire.guest import Output, ProcessState
 
+log = logging.getLogger(__name__)
+
 MAX_FORKS = 100
+# A stop takes no longer than this for each session to put away, and for all the rest together:
+# operations are on disk, and the next server takes up what did not end.
+_SUSPEND_SECONDS = 120.0
+_SETTLE_SECONDS = 15.0
 _SESSION_VERBS = {"create", "pause", "suspend", "resume", "rollback", "promote"}
 
 
@@ -97,10 +105,13 @@ class FileTurn:
         self._turns = turns
         self._who, self._ref = who, ref
         self._entered: Turn | None = None
+        self._call: AbstractContextManager[None] | None = None
 
     async def __aenter__(self) -> Guest:
         if not self._mutates:
-            _, sandbox = await self._turns.running(self._who, self._ref)
+            active, sandbox = await self._turns.running(self._who, self._ref)
+            self._call = active.call()
+            self._call.__enter__()
             return sandbox.guest
         self._entered = await self._turn.__aenter__()
         return self._entered.sandbox.guest
@@ -108,6 +119,8 @@ class FileTurn:
     async def __aexit__(self, *exc: Any) -> None:
         if self._mutates:
             await self._turn.__aexit__(*exc)
+        elif self._call is not None:
+            self._call.__exit__(None, None, None)
 
 
 class Sessions:
@@ -136,13 +149,16 @@ class Sessions:
         self._turns = Turns(context, self._operations, self._snapshots, self._placements)
         self._commands = Commands(self._turns)
         self._history = History(context, self._snapshots, self._turns)
-        self._timers = Timers(context, self._operations, self._placements, Quotas(context))
+        self._timers = Timers(
+            context, self._operations, self._placements, self._snapshots, Quotas(context)
+        )
 
     # -- start and stop ---------------------------------------------------------------------
 
     async def start(self) -> None:
         """Recover what an earlier server left, then begin the clockwork."""
-        await Reconciler(self._context, self._operations, self._placements).recover()
+        reconciler = Reconciler(self._context, self._operations, self._placements, self._snapshots)
+        await reconciler.recover()
         self._snapshots.collect_soon()
         self._timers.start()
 
@@ -158,7 +174,10 @@ class Sessions:
                 continue
             try:
                 operation = await self._operations.begin(who, active, "suspend", {}, None)
-                await self._operations.complete(operation)
+                async with asyncio.timeout(_SUSPEND_SECONDS):
+                    await self._operations.complete(operation)
+            except TimeoutError:
+                log.error("session %s is not put away yet; the next server goes on", session.id)
             except SojournError as error:
                 # It runs on and is adopted by the next server: nothing is lost.
                 await self._context.database.append_event(
@@ -171,7 +190,7 @@ class Sessions:
                         after=session.head,
                     )
                 )
-        await self._context.settle()
+        await self._context.settle(_SETTLE_SECONDS)
         await self._context.agent.close()
         await self._context.database.close()
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from sojourn.errors import SessionBusy, SojournError
+from sojourn.errors import SessionBusy, SessionNotFound, SojournError
 from sojourn.lifecycle import Verb, expired
 from sojourn.model import SessionState
 from sojourn.server.base import Principal
@@ -20,11 +20,13 @@ from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
 from sojourn.server.quotas import Quotas
 from sojourn.server.registry import ActiveSession
+from sojourn.server.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
 _DEADLINE_SECONDS = 0.5
 _WATCH_SECONDS = 1.0
+_TIDY_SECONDS = 30.0
 _PRUNE_SECONDS = 600.0
 _RETRY_FIRST, _RETRY_MOST = 5.0, 300.0
 
@@ -33,11 +35,17 @@ class Timers:
     """The server's clockwork."""
 
     def __init__(
-        self, context: Context, operations: Operations, placements: Placements, quotas: Quotas
+        self,
+        context: Context,
+        operations: Operations,
+        placements: Placements,
+        snapshots: Snapshots,
+        quotas: Quotas,
     ) -> None:
         self._context = context
         self._operations = operations
         self._placements = placements
+        self._snapshots = snapshots
         self._quotas = quotas
         self._tasks: list[asyncio.Task[None]] = []
         self._not_before: dict[str, tuple[float, float]] = {}
@@ -47,6 +55,7 @@ class Timers:
         for every, work in (
             (_DEADLINE_SECONDS, self.deadlines),
             (_WATCH_SECONDS, self.watch),
+            (_TIDY_SECONDS, self._tidy),
             (_PRUNE_SECONDS, self._prune),
         ):
             self._tasks.append(asyncio.create_task(self._repeat(every, work)))
@@ -62,10 +71,11 @@ class Timers:
         while True:
             try:
                 await work()
-            except SojournError as error:
+            except (SojournError, OSError) as error:
                 log.error("%s: %s", work.__name__, error)
-            except OSError as error:
-                log.error("%s: %s", work.__name__, error)
+            except Exception:
+                # A fault in one round must not be the end of every deadline.
+                log.exception("%s failed", work.__name__)
             await asyncio.sleep(every)
 
     # -- deadlines --------------------------------------------------------------------------
@@ -78,7 +88,7 @@ class Timers:
             wait, pause = self._not_before.get(session.id, (0.0, _RETRY_FIRST))
             if wait > now or self._operations.current(session.id) is not None:
                 continue
-            if expired(active.session, now, busy=active.turns > 0) is None:
+            if expired(session, now, busy=active.busy) is None:
                 self._busy(active, now)
                 continue
             self._not_before[session.id] = (now + pause, min(pause * 2, _RETRY_MOST))
@@ -87,19 +97,24 @@ class Timers:
     def _busy(self, active: ActiveSession, now: float) -> None:
         """A session at work is not idle: its deadline moves on with it."""
         timeout = active.session.policy.idle_timeout
-        if active.turns and timeout is not None:
+        if active.busy and timeout is not None:
             self._context.database.touch_idle(active.id, now + timeout)
 
     async def _expire(self, active: ActiveSession, now: float) -> None:
-        # The record held here may be older than a deadline that was moved since.
-        current = await self._context.database.get_session(None, active.id)
-        verb = expired(current, now, busy=active.turns > 0)
+        try:
+            # The record held here may be older than a deadline that was moved since.
+            current = await self._context.database.get_session(None, active.id)
+        except SessionNotFound:
+            self._not_before.pop(active.id, None)
+            return
+        verb = expired(current, now, busy=active.busy)
         if verb is None:
+            self._not_before.pop(active.id, None)
             return
         lifetime = current.lifetime_deadline
         over = lifetime is not None and lifetime <= now
         who = Principal(tenant=current.tenant, actor="deadline", role="operator")
-        request = {"force": True} if over else {}
+        request = {"deadline": True, "force": over}
         try:
             if verb is Verb.DELETE:
                 operation = await self._operations.begin(
@@ -126,15 +141,23 @@ class Timers:
                 continue
             try:
                 sandbox = self._context.sandbox(active)
-                status = await asyncio.to_thread(sandbox.status)
+                alive = (await asyncio.to_thread(sandbox.status)).alive
             except SojournError:
-                await self._placements.check(active)
-                continue
-            if not status.alive:
-                await self._placements.check(active)
-                continue
-            if active.state is SessionState.RUNNING:
-                await self._quotas.check(active, sandbox)
+                alive = False
+            try:
+                if not alive:
+                    await self._placements.check(active)
+                elif active.state is SessionState.RUNNING:
+                    await self._quotas.check(active, sandbox)
+            except (SojournError, OSError) as error:
+                # The other sessions are looked at all the same.
+                log.error("session %s cannot be looked at: %s", active.id, error)
+
+    async def _tidy(self) -> None:
+        """Try again to remove what could not be removed."""
+        await self._context.agent.retry_removals()
+        if self._snapshots.behind:
+            self._snapshots.collect_soon()
 
     async def _prune(self) -> None:
         await self._context.database.prune(time.time())

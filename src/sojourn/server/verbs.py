@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from sojourn import faultpoints
+from sojourn.database.records import SnapshotRecord
 from sojourn.database.writes import InsertSnapshot
 from sojourn.errors import (
     CaptureRefused,
@@ -24,7 +25,7 @@ from sojourn.errors import (
     Unsupported,
     WrongState,
 )
-from sojourn.lifecycle import Command, Verb, decide, settled_deadline
+from sojourn.lifecycle import Command, Verb, decide, expired, settled_deadline
 from sojourn.model import LayerRef, SessionState, Snapshot, SnapshotKind
 from sojourn.model.snapshots import SnapshotConfig
 from sojourn.node import captures
@@ -32,12 +33,14 @@ from sojourn.node.isolation.base import Capability
 from sojourn.server.context import Context
 from sojourn.server.operations import Run
 from sojourn.server.placements import Placements, suspended_changes
+from sojourn.server.registry import ActiveSession
 from sojourn.server.snapshots import Snapshots
 from sojourn.server.views import snapshot_info
 
 log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
+_ABORT_SECONDS = 0.2
 _LIVE = (SessionState.RUNNING, SessionState.PAUSED)
 
 
@@ -77,6 +80,7 @@ class Verbs:
             base = self._snapshots.manifest(
                 session, config, [template.layer], None, SnapshotKind.BASE
             )
+            record: SnapshotRecord | None = None
             try:
                 record = await self._snapshots.publish(base, session.tenant)
                 await self._placements.place(
@@ -88,10 +92,14 @@ class Verbs:
                     run.finish(None),
                     run.event(after=base.id, template=session.template, name=session.name),
                 )
-            except SojournError as error:
+            except Exception as error:
+                # Whatever it was, the session must not stay `creating` with nobody at work on it.
+                cause = error.message if isinstance(error, SojournError) else repr(error)
+                kept = {"head": base.id} if record is not None else {}
                 await self._context.commit(
                     active,
-                    {"state": SessionState.FAILED, "cause": error.message, "sandbox": None},
+                    {"state": SessionState.FAILED, "cause": cause, "sandbox": None, **kept},
+                    *([InsertSnapshot(record)] if record is not None else []),
                 )
                 raise
 
@@ -227,7 +235,7 @@ class Verbs:
             if run.data.get("plan") is not None:
                 await self.finish_seal(run, SnapshotKind.SUSPEND)
                 return
-            if active.state is SessionState.SUSPENDED:
+            if active.state is SessionState.SUSPENDED or not await self._due(run):
                 await self._done(run, {})
                 return
             decide(active.session, Command(Verb.SUSPEND))
@@ -244,6 +252,14 @@ class Verbs:
                     raise
                 await self.seal(run, False, SnapshotKind.SUSPEND)
             await self.finish_seal(run, SnapshotKind.SUSPEND)
+
+    async def _due(self, run: Run) -> bool:
+        """Whether a suspension for a deadline still is: it may have been moved out meanwhile, and
+        what was moved out and acknowledged must hold."""
+        if not run.request.get("deadline"):
+            return True
+        newest = await self._context.database.get_session(None, run.active.id)
+        return expired(newest, time.time(), busy=run.active.busy) is not None
 
     async def seal(self, run: Run, memory: bool, kind: SnapshotKind) -> None:
         """Capture everything of a sandbox and record durably how to end it; it stays frozen.
@@ -320,16 +336,43 @@ class Verbs:
     async def delete(self, run: Run) -> None:
         """Remove a session from whatever state. What its forks need stays until they go."""
         active = run.active
+        if active.state is SessionState.DELETED:
+            await self._context.database.commit([run.finish(None)])
+            return
         active.doomed = True
+        ending: asyncio.Task[None] | None = None
+        try:
+            await self._end_holders(active)
+            faultpoints.reach("delete.abort")
+            ending = asyncio.create_task(self._keep_ending_holders(active))
+            await self._delete_held(run, active, ending)
+        except BaseException:
+            active.doomed = False
+            raise
+        finally:
+            if ending is not None:
+                ending.cancel()
+
+    async def _end_holders(self, active: ActiveSession) -> None:
+        """Whoever holds the gate works on a sandbox of the session; without it that ends soon."""
         agent = self._context.agent
         session = active.session
-        sandbox = session.sandbox
-        if sandbox and agent.has(sandbox):
-            # Whoever holds the gate now works on this sandbox; without it that ends soon.
-            await agent.find(sandbox, session.epoch).guest.interrupt("the session was deleted")
+        if session.sandbox and agent.has(session.sandbox):
+            sandbox = agent.find(session.sandbox, session.epoch)
+            await sandbox.guest.interrupt("the session was deleted")
         await agent.abort(session.id)
-        faultpoints.reach("delete.abort")
+
+    async def _keep_ending_holders(self, active: ActiveSession) -> None:
+        """A start that was between two steps when its sandbox was ended goes on to the next one."""
+        while True:
+            await asyncio.sleep(_ABORT_SECONDS)
+            await self._end_holders(active)
+
+    async def _delete_held(
+        self, run: Run, active: ActiveSession, ending: asyncio.Task[None]
+    ) -> None:
         async with active.gate.closed("delete"):
+            ending.cancel()
             session = active.session
             head = session.head
             await self._context.commit(
@@ -340,6 +383,6 @@ class Verbs:
             )
             faultpoints.reach("delete.commit")
         if session.sandbox:
-            await agent.destroy(session.sandbox)
+            await self._context.agent.remove(session.sandbox)
         faultpoints.reach("delete.destroy")
         self._snapshots.collect_soon()

@@ -123,7 +123,8 @@ def _take_session(connection: sqlite3.Connection, asked: Beginning) -> None:
     if not rows:
         return
     holder = OPERATIONS.read(rows[0])
-    if not asked.supersede:
+    if not asked.supersede or holder.verb == asked.verb:
+        # One deletion does not end another: whoever asked first is told of its success.
         raise SessionBusy(
             f"session {asked.session} is held by {holder.verb} ({holder.id})",
             session=asked.session,

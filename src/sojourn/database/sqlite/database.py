@@ -13,6 +13,7 @@ import binascii
 import errno
 import random
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,11 @@ class SqliteDatabase(Accounts):
         if not rows:
             raise OperationNotFound(f"operation {id} does not exist", operation=id)
         return OPERATIONS.read(rows[0])
+
+    async def keyed_operation(self, tenant: str, key: str) -> Operation | None:
+        parameters = {"tenant": tenant, "key": key, "now": time.time()}
+        rows = self._reader.lookup("keyed_operation", parameters)
+        return OPERATIONS.read(rows[0]) if rows else None
 
     async def unfinished_operations(
         self, *, session: str | None = None, server: str | None = None

@@ -42,6 +42,11 @@ WHERE finished_at < :before AND state NOT IN ('pending', 'running')
 -- name: find_key
 SELECT digest, operation, expires_at FROM idempotency WHERE tenant = :tenant AND key = :key;
 
+-- name: keyed_operation
+SELECT {operation} FROM operations WHERE id = (
+    SELECT operation FROM idempotency WHERE tenant = :tenant AND key = :key AND expires_at > :now
+);
+
 -- name: insert_key
 INSERT INTO idempotency (tenant, key, digest, operation, expires_at)
 VALUES (:tenant, :key, :digest, :operation, :expires_at);
