@@ -61,6 +61,7 @@ class Snapshots:
         self._context = context
         self._collecting: asyncio.Task[Any] | None = None
         self._collect_again = False
+        self.behind = False  # whether the last collection could not remove all it wanted
 
     # -- make -------------------------------------------------------------------------------
 
@@ -323,6 +324,7 @@ class Snapshots:
                     if record.id == active.session.head:
                         continue
                     thinned = await asyncio.to_thread(self._context.store.drop_memory, record.id)
+                    faultpoints.reach("thin.drop")
                     await self._context.database.update_snapshot(
                         record.id,
                         has_memory=False,
@@ -353,8 +355,10 @@ class Snapshots:
             self._collect_again = False
             try:
                 await self.collect()
+                self.behind = False
             except (SojournError, OSError) as error:
-                # Nothing is lost by keeping too much; the next removal or start tries again.
+                # Nothing is lost by keeping too much; it is tried again.
+                self.behind = True
                 log.error("collection stopped: %s", error)
                 return
             if not self._collect_again:
@@ -373,10 +377,37 @@ class Snapshots:
                     await context.database.delete_snapshot(record.id)
                 except Conflict:
                     continue  # something began to need it just now
+                faultpoints.reach("collect.row")
                 await asyncio.to_thread(context.store.delete_snapshot, record.id)
+                faultpoints.reach("collect.manifest")
                 removed += 1
         async with context.guard.collecting():
             references = await context.database.references()
             live = references.layers | references.images | context.agent.in_use()
+            live |= await self._sealed()
             live |= {template.layer.id for template in context.templates.values()}
             return await asyncio.to_thread(context.store.collect, live)
+
+    async def _sealed(self) -> set[str]:
+        """What sealed sandboxes are made of whose snapshot is not committed yet. An operation
+        taken up again after a crash, or waiting for room on the disk, has nothing else to hold it.
+        """
+        live: set[str] = set()
+        for operation in await self._context.database.unfinished_operations():
+            plan = operation.data.get("plan")
+            if plan is not None:
+                snapshot = msgspec.convert(plan["snapshot"], Snapshot)
+                live.update(layer.id for layer in snapshot.layers)
+                if snapshot.memory is not None:
+                    live.add(snapshot.memory.id)
+        return live
+
+    async def forget_unrecorded(self) -> None:
+        """Remove the manifests that a crash left without a row, which would keep their layers and
+        images for ever. Only before anything is published."""
+        context = self._context
+        for id in await asyncio.to_thread(context.store.snapshot_ids):
+            try:
+                await context.database.get_snapshot(None, id, hidden=True)
+            except SnapshotNotFound:
+                await asyncio.to_thread(context.store.delete_snapshot, id)
