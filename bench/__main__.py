@@ -1,0 +1,73 @@
+"""Runs the measures and writes the results."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.harness import Row
+from sojourn.node import tools
+
+MEASURES = ("create", "exec", "pause", "suspend", "snapshot", "fork", "density")
+ROOT = Path(__file__).parent.parent
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = [
+        "| measure | Sojourn | bare | ratio | to reach | reached | note |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        bare = "" if row.bare is None else f"{row.bare:.2f} {row.unit}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        reached = {None: "", True: "yes", False: "**no**"}[row.reached]
+        lines.append(
+            f"| {row.measure} | {row.ours:.2f} {row.unit} | {bare} | {ratio} | {row.target} |"
+            f" {reached} | {row.note} |"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """What it ran on."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return (
+        f"{os.cpu_count()} cores ({model}), Linux {platform.release()}, Python"
+        f" {platform.python_version()}, runsc {tools.runsc_version(tools.runsc_path())}"
+    )
+
+
+def main() -> None:
+    """Run the named measures, or all and write them down."""
+    names = sys.argv[1:] or list(MEASURES)
+    rows: list[Row] = []
+    for name in names:
+        found = importlib.import_module(f"bench.{name}").measure()
+        rows += found
+        print(table(found), flush=True)
+    if sys.argv[1:]:
+        return
+    when = time.strftime("%Y-%m-%d", time.gmtime())
+    results = {"date": when, "machine": machine(), "rows": [asdict(row) for row in rows]}
+    (ROOT / "bench" / "results" / "latest.json").write_text(json.dumps(results, indent=1) + "\n")
+    page = ROOT / "docs" / "performance.md"
+    before, mark, _ = page.read_text().partition("<!-- results -->\n")
+    page.write_text(f"{before}{mark}\nMeasured {when} on {machine()}.\n\n{table(rows)}\n")
+
+
+if __name__ == "__main__":
+    main()
