@@ -56,7 +56,7 @@ class Effect(enum.StrEnum):
     PUT_AWAY = "put_away"  # a snapshot of the sandbox, which ends
     COPY_HEAD = "copy_head"  # a snapshot of the same content as the head
     CHILDREN = "children"  # new sessions from a snapshot
-    MOVE_HEAD = "move_head"  # the head of the session this was forked from
+    MOVE_HEAD = "move_head"  # to another snapshot; by a promote, of the session forked from
     END = "end"  # the sandbox, without keeping anything of it
     PURGE = "purge"  # everything the session owns
 
@@ -96,8 +96,8 @@ _TABLE: dict[tuple[Verb, SessionState], Transition] = {
     (Verb.SNAPSHOT, SUSPENDED): Transition(SUSPENDED, (Effect.COPY_HEAD,)),
     (Verb.ROLLBACK, RUNNING): Transition(RUNNING, (Effect.END, Effect.RESTORE)),
     (Verb.ROLLBACK, PAUSED): Transition(RUNNING, (Effect.END, Effect.RESTORE)),
-    (Verb.ROLLBACK, SUSPENDED): Transition(RUNNING, (Effect.RESTORE,)),
-    (Verb.ROLLBACK, FAILED): Transition(RUNNING, (Effect.RESTORE,)),
+    (Verb.ROLLBACK, SUSPENDED): Transition(SUSPENDED, (Effect.MOVE_HEAD,)),
+    (Verb.ROLLBACK, FAILED): Transition(SUSPENDED, (Effect.MOVE_HEAD,)),
     (Verb.FORK, RUNNING): Transition(RUNNING, (Effect.CAPTURE, Effect.CHILDREN)),
     (Verb.FORK, PAUSED): Transition(PAUSED, (Effect.CAPTURE, Effect.CHILDREN)),
     (Verb.FORK, SUSPENDED): Transition(SUSPENDED, (Effect.CHILDREN,)),
