@@ -1,9 +1,12 @@
-"""A guest without a sandbox: a directory of the host for its files, host processes for its commands.
+"""A guest without a sandbox: a host directory for its files, host processes for its commands.
 
 For tests of the HTTP layer alone; it promises what `sojourn.node.guest.Guest` promises of files and
 processes, and nothing of freezing.
 """
 
+# Paths are bytes here, which pathlib does not take.
+# ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH105, PTH106, PTH108, PTH110, PTH112, PTH115
+# ruff: noqa: PTH116, PTH120, PTH123, PTH208, PTH211
 from __future__ import annotations
 
 import asyncio
@@ -133,7 +136,9 @@ class FakeGuest:
         if self._stat(path, True).type != "dir":
             raise FileConflict(f"{path!r} is not a directory")
         base = path.rstrip(b"/")
-        return [self._stat(base + b"/" + name, False) for name in sorted(os.listdir(self._at(path)))]
+        return [
+            self._stat(base + b"/" + name, False) for name in sorted(os.listdir(self._at(path)))
+        ]
 
     async def walk(self, path: bytes) -> AsyncIterator[Stat]:
         for stat in await self.list(path):
@@ -296,8 +301,9 @@ class FakeGuest:
         while True:
             async with found.changed:
                 await found.changed.wait_for(
-                    lambda: any(len(found.out[i]) > at[i] for i in (0, 1))
-                    or not found.state.running
+                    lambda: (
+                        any(len(found.out[i]) > at[i] for i in (0, 1)) or not found.state.running
+                    )
                 )
                 ended = not found.state.running
                 pieces = [(i, bytes(found.out[i][at[i] :])) for i in (0, 1)]
@@ -311,6 +317,8 @@ class FakeGuest:
     async def write(self, process: int, data: bytes) -> None:
         pipe = self._get(process).process.stdin
         assert pipe is not None
+        if pipe.is_closing():
+            return
         try:
             pipe.write(data)
             await pipe.drain()

@@ -166,9 +166,7 @@ class FakeService:
             if said != (session, verb, request):
                 raise IdempotencyMismatch("the key was used with another request")
             return self._operations[name][1]
-        operation = OperationInfo(
-            new_id("opn"), session, verb, "running", None, time.time(), None
-        )
+        operation = OperationInfo(new_id("opn"), session, verb, "running", None, time.time(), None)
         if key is not None:
             self._keys[who.tenant, key] = ((session, verb, request), operation.id)
 
@@ -216,8 +214,7 @@ class FakeService:
 
     def _make(self, who: Principal, name: str | None, **facts: Any) -> Kept:
         if name is not None and any(
-            kept.info.name == name and kept.tenant == who.tenant
-            for kept in self._sessions.values()
+            kept.info.name == name and kept.tenant == who.tenant for kept in self._sessions.values()
         ):
             raise NameTaken(f"the name {name!r} is taken")
         number = new_id("ses")
@@ -504,9 +501,7 @@ class FakeService:
         spec = self._spec(kept, request)
         if request.open_stdin:
             spec = msgspec.structs.replace(spec, stdin="pipe")
-        state: ProcessState = await kept.guest.start(
-            msgspec.structs.replace(spec, pty=request.pty)
-        )
+        state: ProcessState = await kept.guest.start(msgspec.structs.replace(spec, pty=request.pty))
         return state
 
     async def processes(self, who: Principal, ref: str) -> builtins.list[ProcessState]:
@@ -592,5 +587,3 @@ class FakeService:
     async def status(self, who: Principal) -> StatusInfo:
         self.check("status")
         return StatusInfo("0", "fake", {"fake": []}, {"running": len(self._sessions)}, 0, 0, 0)
-
-

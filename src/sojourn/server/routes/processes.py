@@ -165,6 +165,7 @@ async def _output(call: Call, state: ProcessState) -> AsyncIterator[bytes]:
     errors=_ERRORS,
 )
 async def write_stdin(call: Call) -> ASGIApp:
+    await call.service.process(call.who, call.ref, call.process)  # an empty body asks, too
     with call.shutdown.cancellable():
         async for chunk in call.chunks():
             for at in range(0, len(chunk), STDIN_PIECE):
