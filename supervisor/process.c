@@ -21,6 +21,8 @@
 
 #define QUIET (50 * MS)        /* output of background children counts as over after this silence */
 #define QUIET_MOST (250 * MS)  /* and after this long in any case */
+#define DYING_MOST (100 * MS)
+#define DYING_LOOK (2 * MS)
 #define CHASE (500 * MS)
 #define READ_BUDGET (256u << 10)
 #define SHOWN_ARGV 16384
@@ -60,7 +62,11 @@ static void settle(struct process *p, uint64_t now)
         return;
     bool held = (p->out.held && stream_open(&p->out)) || (p->err.held && stream_open(&p->err));
     bool open = stream_open(&p->out) || stream_open(&p->err);
-    if (open && !p->timed_out) {
+    if (p->timed_out) {
+        /* Whoever is told of the timeout may look at once whether the group is gone. */
+        if (now < p->ended_at + DYING_MOST && !kill(-p->pid, 0))
+            return;
+    } else if (open) {
         if (held || (now < p->last_data + QUIET && now < p->ended_at + QUIET_MOST))
             return;
     }
@@ -524,9 +530,11 @@ uint64_t process_timers(uint64_t now)
         }
         if (!p->running && !p->settled) {
             settle(p, now);
-            if (!p->settled && !p->out.held && !p->err.held) {
+            if (!p->settled && (p->timed_out || (!p->out.held && !p->err.held))) {
                 uint64_t quiet = p->last_data + QUIET, most = p->ended_at + QUIET_MOST;
                 uint64_t due = quiet < most ? quiet : most;
+                if (p->timed_out)
+                    due = now + DYING_LOOK;
                 if (due < next)
                     next = due;
             }

@@ -194,7 +194,7 @@ void state_unlinked(struct request *request)
     DIR *directory = opendir("/proc");
     if (directory) {
         for (struct dirent *entry; count < UNLINKED_MOST && (entry = readdir(directory));)
-            if (entry->d_name[0] >= '1' && entry->d_name[0] <= '9')
+            if (entry->d_name[0] >= '1' && entry->d_name[0] <= '9' && strcmp(entry->d_name, "1"))
                 count += look_at(entry->d_name, to, UNLINKED_MOST - count);
         closedir(directory);
     }

@@ -25,6 +25,7 @@ struct upload {
     uid_t uid;
     gid_t gid;
     uint64_t received;
+    off_t before; /* append: the size at the beginning */
 };
 
 static struct upload *uploads;
@@ -132,6 +133,8 @@ static int prepare(struct reader *body, char **path, struct upload **made)
             error = errno;
         else
             close(fd);
+        if (!error && !stat(upload->target, &status))
+            upload->before = status.st_size;
     } else {
         error = name_temporary(upload);
     }
@@ -144,7 +147,7 @@ failed:
     return error;
 }
 
-static int write_all(int fd, const unsigned char *data, size_t length)
+static int write_all(struct upload *upload, int fd, const unsigned char *data, size_t length)
 {
     while (length) {
         ssize_t n = write(fd, data, length);
@@ -154,6 +157,7 @@ static int write_all(int fd, const unsigned char *data, size_t length)
             return n < 0 ? errno : EIO;
         data += n;
         length -= (size_t)n;
+        upload->received += (uint64_t)n;
     }
     return 0;
 }
@@ -166,10 +170,9 @@ static int add(struct upload *upload, const unsigned char *data, size_t length)
                   O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0)
         return errno;
-    int error = write_all(fd, data, length);
+    int error = write_all(upload, fd, data, length);
     if (close(fd) < 0 && !error)
         error = errno;
-    upload->received += length;
     return error;
 }
 
@@ -194,8 +197,18 @@ static int publish(struct upload *upload)
 
 static void discard(struct upload *upload)
 {
-    if (!upload->append && upload->temporary)
-        unlink(upload->temporary);
+    struct stat status;
+    if (!upload->append) {
+        if (upload->temporary)
+            unlink(upload->temporary);
+    } else if (upload->created && !upload->before) {
+        unlink(upload->target);
+    } else if (!stat(upload->target, &status) &&
+               status.st_size == upload->before + (off_t)upload->received) {
+        /* Only what came from here is taken back, not what others have appended since. */
+        int kept = truncate(upload->target, upload->before);
+        (void)kept;
+    }
 }
 
 void uploads_whole(struct request *request)

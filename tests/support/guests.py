@@ -40,6 +40,12 @@ def build_supervisor(directory: Path) -> Path:
         return directory / "sojourn-supervisor"
 
 
+@pytest.fixture(scope="session")
+def supervisor_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The supervisor's program; modules that use `hosted` or `sandboxed` import this."""
+    return build_supervisor(tmp_path_factory.mktemp("supervisor"))
+
+
 class HostedSupervisor:
     """A supervisor as the first process of a process namespace on the host."""
 
