@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
+from sojourn import faultpoints
 from sojourn.errors import (
     CaptureFailed,
     CaptureRefused,
@@ -186,6 +187,7 @@ class LiveCapture:
             self.discard()
             sandbox.baseline = None
             raise
+        faultpoints.reach("capture.store")
         sandbox.since = (self._pending.scan, layer)
         return Captured(layers=_chain(sandbox, layer), memory=image)
 
@@ -215,19 +217,23 @@ async def begin_live(sandbox: Sandbox, *, memory: bool) -> LiveCapture:
     # which costs a snapshot but loses nothing.
     activity = None if stay_frozen else await sandbox.guest.activity()
     await _freeze(sandbox, memory)
+    faultpoints.reach("capture.freeze")
     staged: Path | None = None
     pending: PendingLayer | None = None
     try:
         try:
             if memory:
                 staged = await _checkpoint(sandbox)
+                faultpoints.reach("capture.checkpoint")
             pending = await asyncio.to_thread(
                 lambda: sandbox.store.capture_layer(
                     sandbox.upper, since=sandbox.since, suspects=_suspects(sandbox)
                 )
             )
+            faultpoints.reach("capture.copy")
         finally:
             await _thaw_or_lost(sandbox, stay_frozen)
+        faultpoints.reach("capture.thaw")
     except BaseException:
         if staged is not None:
             sandbox.store.discard_image(staged)
@@ -285,10 +291,12 @@ async def capture_final(sandbox: Sandbox, *, memory: bool) -> Sealed:
     """
     stay_frozen = sandbox.frozen
     await _freeze(sandbox, memory)
+    faultpoints.reach("seal.freeze")
     staged: Path | None = None
     try:
         if memory:
             staged = await _checkpoint(sandbox)
+            faultpoints.reach("seal.checkpoint")
         sealed, image = await _both(
             asyncio.to_thread(
                 lambda: sandbox.store.seal_layer(

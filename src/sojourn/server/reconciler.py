@@ -18,6 +18,7 @@ from sojourn.model import Session, SessionState
 from sojourn.server.context import Context
 from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
+from sojourn.server.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,15 @@ _AT_ONCE = 8
 class Reconciler:
     """Runs once, before the server answers."""
 
-    def __init__(self, context: Context, operations: Operations, placements: Placements) -> None:
+    def __init__(
+        self,
+        context: Context,
+        operations: Operations,
+        placements: Placements,
+        snapshots: Snapshots,
+    ) -> None:
         self._context = context
+        self._snapshots = snapshots
         self._operations = operations
         self._placements = placements
 
@@ -61,6 +69,7 @@ class Reconciler:
         reaped = await self._context.agent.reap(keep)
         if reaped:
             log.info("removed what %d sandboxes had left: %s", len(reaped), ", ".join(reaped[:10]))
+        await self._snapshots.forget_unrecorded()
         for operation in await database.unfinished_operations():
             # Read again: what settling recorded in them counts.
             await self._again(operation)

@@ -93,6 +93,10 @@ class Snapshots:
         self._path(snapshot).unlink(missing_ok=True)
         sync_path(self.root)
 
+    def ids(self) -> list[str]:
+        """The names of all manifests, readable or not."""
+        return sorted(path.name for path in self.root.iterdir())
+
     def all(self) -> list[Snapshot]:
         """Every manifest. Raises IntegrityError naming the first that cannot be read."""
-        return [self.read(name) for name in sorted(path.name for path in self.root.iterdir())]
+        return [self.read(name) for name in self.ids()]
