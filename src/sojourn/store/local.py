@@ -272,6 +272,10 @@ class LocalStore:
         """Read and check a manifest. Raises SnapshotNotFound, IntegrityError."""
         return self._snapshots.read(snapshot)
 
+    def snapshot_ids(self) -> list[str]:
+        """The ids of all manifests, readable or not."""
+        return self._snapshots.ids()
+
     def drop_memory(self, snapshot: str) -> Snapshot:
         """Turn a snapshot into a files-only one (thinning). Its fingerprint changes with it."""
         with self._references:
