@@ -21,7 +21,12 @@ from sojourn.errors import IntegrityError, SandboxLost, SojournError, StaleEpoch
 from sojourn.model import LayerRef, Limits, SessionState
 from sojourn.node import mounts
 from sojourn.node.isolation.base import Driver, SandboxStatus
-from sojourn.node.records import SandboxRecord, read_record
+from sojourn.node.records import (
+    SandboxRecord,
+    read_record,
+    read_salvaged,
+    write_salvaged,
+)
 from sojourn.node.sandboxes import Sandbox
 from sojourn.store.local import LocalStore
 
@@ -160,18 +165,27 @@ class NodeAgent:
             await asyncio.to_thread(self.store.take_layer, layer, upper)
 
     async def salvage(self, sandbox: str) -> LayerRef | None:
-        """Seal what a sandbox that died had written. None when it had changed no file."""
+        """Seal what a sandbox that died had written. None when it had changed no file.
+
+        May be repeated after a crash: what the upper was hashed to is noted before it moves.
+        """
         directory = self.directory / sandbox
         upper = directory / "upper"
-        if not upper.is_dir():
-            return None
-        await asyncio.to_thread(mounts.cleanup_mounts, directory)
-        sealed = await asyncio.to_thread(
-            lambda: self.store.seal_layer(upper, since=None, suspects=set())
-        )
-        if sealed.ref.entries == 0:
-            return None
-        return await asyncio.to_thread(sealed.take)
+        ref = await asyncio.to_thread(read_salvaged, directory)
+        if ref is None:
+            if not upper.is_dir():
+                return None
+            await asyncio.to_thread(mounts.cleanup_mounts, directory)
+            sealed = await asyncio.to_thread(
+                lambda: self.store.seal_layer(upper, since=None, suspects=set())
+            )
+            ref = sealed.ref
+            if ref.entries == 0:
+                return None
+            await asyncio.to_thread(write_salvaged, directory, ref)
+        layer = await asyncio.to_thread(self.store.take_layer, ref, upper)
+        faultpoints.reach("salvage.take")
+        return layer
 
     async def destroy(self, sandbox: str) -> None:
         """End and remove a sandbox, whatever is left of it. Idempotent."""

@@ -16,6 +16,7 @@ from sojourn.model import LayerRef, Limits, MemoryRef
 from sojourn.model.snapshots import SnapshotConfig
 
 _FILE = "record.json"
+_SALVAGED = "salvaged.json"
 
 
 class SandboxRecord(msgspec.Struct, frozen=True):
@@ -43,14 +44,36 @@ def fsync_directory(path: Path) -> None:
 
 def write_record(directory: Path, record: SandboxRecord) -> None:
     """Write a sandbox's record durably; the directory must exist."""
-    temporary = directory / (_FILE + ".new")
+    _write(directory, _FILE, record)
+    fsync_directory(directory.parent)
+
+
+def write_salvaged(directory: Path, layer: LayerRef) -> None:
+    """Note durably what the files of a dead sandbox were hashed to, before they move."""
+    _write(directory, _SALVAGED, layer)
+
+
+def read_salvaged(directory: Path) -> LayerRef | None:
+    """What the files of a dead sandbox were hashed to, if that was done."""
+    try:
+        return msgspec.json.decode((directory / _SALVAGED).read_bytes(), type=LayerRef)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise IntegrityError(
+            f"the note of what was salvaged of {directory.name} cannot be read: {error}",
+            object=f"sandbox {directory.name}",
+        ) from error
+
+
+def _write(directory: Path, name: str, value: msgspec.Struct) -> None:
+    temporary = directory / (name + ".new")
     with temporary.open("wb") as file:
-        file.write(msgspec.json.encode(record))
+        file.write(msgspec.json.encode(value))
         file.flush()
         os.fsync(file.fileno())
-    temporary.rename(directory / _FILE)
+    temporary.rename(directory / name)
     fsync_directory(directory)
-    fsync_directory(directory.parent)
 
 
 def read_record(directory: Path) -> SandboxRecord | None:

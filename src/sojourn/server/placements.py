@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from sojourn import faultpoints
+from sojourn.database.records import SnapshotRecord
 from sojourn.database.writes import AppendEvent, InsertSnapshot, Write
 from sojourn.errors import IntegrityError, Interrupted, SandboxLost, SojournError
 from sojourn.lifecycle import lifetime_after, settled_deadline
@@ -111,51 +112,50 @@ class Placements:
             return
         sandbox = session.sandbox
         log.warning("session %s lost its sandbox: %s", session.id, cause)
-        writes: list[Write] = []
-        salvaged = await self._salvage(session) if sandbox else None
-        if salvaged is not None:
-            record = await self._snapshots.publish(salvaged, session.tenant)
-            writes.append(InsertSnapshot(record))
-        faultpoints.reach("lost.salvage")
-        writes.append(
-            AppendEvent(
-                session=session.id,
-                kind="sandbox.lost",
-                result="sandbox_lost",
-                details={
-                    "cause": cause,
-                    "sandbox": sandbox,
-                    "salvaged": salvaged.id if salvaged else None,
-                },
-                before=session.head,
-                after=session.head,
+        async with self._context.guard.publishing():
+            writes: list[Write] = []
+            salvaged = await self._salvage(session) if sandbox else None
+            if salvaged is not None:
+                writes.append(InsertSnapshot(salvaged))
+            faultpoints.reach("lost.salvage")
+            writes.append(
+                AppendEvent(
+                    session=session.id,
+                    kind="sandbox.lost",
+                    result="sandbox_lost",
+                    details={
+                        "cause": cause,
+                        "sandbox": sandbox,
+                        "salvaged": salvaged.id if salvaged else None,
+                    },
+                    before=session.head,
+                    after=session.head,
+                )
             )
-        )
-        await self._context.commit(active, suspended_changes(session) | {"cause": cause}, *writes)
+            changes = suspended_changes(session) | {"cause": cause}
+            await self._context.commit(active, changes, *writes)
         faultpoints.reach("lost.commit")
         if sandbox:
             self._context.agent.destroy_soon(sandbox)
 
-    async def _salvage(self, session: Session) -> Snapshot | None:
+    async def _salvage(self, session: Session) -> SnapshotRecord | None:
         """Keep the files a dead sandbox had written: newer than the head, but without memory."""
         assert session.sandbox is not None
         try:
             await self._context.agent.stop(session.sandbox)
-            async with self._context.guard.publishing():
-                layer = await self._context.agent.salvage(session.sandbox)
-                if layer is None:
-                    return None
-                record = self._context.agent.record(session.sandbox)
-                if record is None:
-                    return None
-                return self._snapshots.manifest(
-                    session,
-                    record.config,
-                    [*record.layers, layer],
-                    None,
-                    SnapshotKind.AUTO,
-                    label=f"salvaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}",
-                )
+            layer = await self._context.agent.salvage(session.sandbox)
+            record = self._context.agent.record(session.sandbox)
+            if layer is None or record is None:
+                return None
+            salvaged = self._snapshots.manifest(
+                session,
+                record.config,
+                [*record.layers, layer],
+                None,
+                SnapshotKind.AUTO,
+                label=f"salvaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}",
+            )
+            return await self._snapshots.publish(salvaged, session.tenant)
         except (SojournError, OSError) as error:
             # The last snapshot is what was promised; this is what can be had beyond it.
             log.error("nothing could be salvaged of sandbox %s: %s", session.sandbox, error)

@@ -325,14 +325,7 @@ class Snapshots:
                         continue
                     thinned = await asyncio.to_thread(self._context.store.drop_memory, record.id)
                     faultpoints.reach("thin.drop")
-                    await self._context.database.update_snapshot(
-                        record.id,
-                        has_memory=False,
-                        memory_bytes=0,
-                        image=None,
-                        thinned=True,
-                        fingerprint=thinned.fingerprint,
-                    )
+                    await self._note_thinned(thinned)
             except SnapshotNotFound:
                 continue  # removed meanwhile
             over -= record.memory_bytes
@@ -408,6 +401,29 @@ class Snapshots:
         context = self._context
         for id in await asyncio.to_thread(context.store.snapshot_ids):
             try:
-                await context.database.get_snapshot(None, id, hidden=True)
+                record = await context.database.get_snapshot(None, id, hidden=True)
             except SnapshotNotFound:
                 await asyncio.to_thread(context.store.delete_snapshot, id)
+                continue
+            if record.has_memory:
+                await self._finish_thinning(record)
+
+    async def _finish_thinning(self, record: SnapshotRecord) -> None:
+        """Let a row follow its manifest, where a crash came between the two."""
+        try:
+            manifest = await self.read(record.id)
+        except (SojournError, OSError) as error:
+            log.error("snapshot %s cannot be read: %s", record.id, error)
+            return
+        if manifest.memory is None:
+            await self._note_thinned(manifest)
+
+    async def _note_thinned(self, manifest: Snapshot) -> None:
+        await self._context.database.update_snapshot(
+            manifest.id,
+            has_memory=False,
+            memory_bytes=0,
+            image=None,
+            thinned=True,
+            fingerprint=manifest.fingerprint,
+        )
