@@ -162,7 +162,15 @@ class Snapshots:
                     before=session.head,
                     after=snapshot.id,
                 )
-            await self._context.commit(active, {"head": snapshot.id}, InsertSnapshot(record), event)
+            try:
+                await self._context.commit(
+                    active, {"head": snapshot.id}, InsertSnapshot(record), event
+                )
+            except Conflict:
+                # The session moved on or went meanwhile: nothing will refer to what was published.
+                await asyncio.to_thread(self._context.store.delete_snapshot, snapshot.id)
+                self.collect_soon()
+                raise
             faultpoints.reach("auto.commit")
         if taking.kind is SnapshotKind.AUTO:
             self._context.soon(self.thin(active), f"thin {active.id}")
@@ -274,27 +282,30 @@ class Snapshots:
         """
         async with self._context.guard.publishing():
             layers = await self.merged(snapshot.layers)
-            async with active.gate.closed("squash"):
-                session = active.session
-                if session.head != snapshot.id or session.state is not SessionState.SUSPENDED:
-                    return
-                merged = self.manifest(
-                    session, snapshot.config, layers, snapshot.memory, SnapshotKind.AUTO
-                )
-                record = await self.publish(merged, session.tenant)
-                await self._context.commit(
-                    active,
-                    {"head": merged.id},
-                    InsertSnapshot(record),
-                    AppendEvent(
-                        session=active.id,
-                        kind="squash",
-                        result="ok",
-                        details={"layers_before": len(snapshot.layers)},
-                        before=session.head,
-                        after=merged.id,
-                    ),
-                )
+        # The gate comes before the guard, as everywhere: whoever held the guard and waited for the
+        # gate would hold up a collection, which holds up whoever has the gate. The store keeps the
+        # merged layer meanwhile.
+        async with active.gate.closed("squash"), self._context.guard.publishing():
+            session = active.session
+            if session.head != snapshot.id or session.state is not SessionState.SUSPENDED:
+                return
+            merged = self.manifest(
+                session, snapshot.config, layers, snapshot.memory, SnapshotKind.AUTO
+            )
+            record = await self.publish(merged, session.tenant)
+            await self._context.commit(
+                active,
+                {"head": merged.id},
+                InsertSnapshot(record),
+                AppendEvent(
+                    session=active.id,
+                    kind="squash",
+                    result="ok",
+                    details={"layers_before": len(snapshot.layers)},
+                    before=session.head,
+                    after=merged.id,
+                ),
+            )
 
     async def merged(self, layers: list[LayerRef]) -> list[LayerRef]:
         """The template and one layer that shows what all others show."""
