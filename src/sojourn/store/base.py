@@ -112,9 +112,10 @@ class Store(Protocol):
         """`SealedLayer.take` after a restart: moves the upper in once it is proven to be `ref`,
         or finds it already there. Raises IntegrityError when it is neither."""
 
-    def squash(self, layers: Sequence[LayerRef]) -> LayerRef:
-        """Merge adjacent layers (lowest first, no template among them) into an equivalent one,
-        sharing their files. For the background."""
+    def squash(self, layers: Sequence[LayerRef], below: Sequence[LayerRef]) -> LayerRef:
+        """Merge adjacent layers (lowest first, no template among them) into one that shows the
+        same over the layers `below` them (all of them, lowest first), sharing their files. For the
+        background."""
 
     def layer_path(self, layer: str) -> Path:
         """Directory to use as overlay lower directory. Raises IntegrityError when missing."""

@@ -199,8 +199,9 @@ class LocalStore:
         """The quick check before use. Raises IntegrityError naming layer and path."""
         self._layers.check(layer.id)
 
-    def squash(self, layers: Sequence[LayerRef]) -> LayerRef:
-        """Merge adjacent layers (lowest first, no template among them) into an equivalent one."""
+    def squash(self, layers: Sequence[LayerRef], below: Sequence[LayerRef]) -> LayerRef:
+        """Merge adjacent layers (lowest first, no template among them) into one that shows the
+        same over the layers `below` them."""
         if not layers:
             raise InvalidRequest("There is nothing to squash.")
         held = [layer.id for layer in layers]
@@ -209,7 +210,8 @@ class LocalStore:
         try:
             with disk_errors("merging layers"):
                 manifests = [self._layers.get(layer).manifest for layer in held]
-                merged, sources = squash_manifests(manifests)
+                lower = [self._manifest(layer.id) for layer in below]
+                merged, sources = squash_manifests(manifests, lower)
                 self._publish(merged, sources)
                 return merged.ref
         finally:

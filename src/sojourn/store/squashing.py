@@ -1,8 +1,11 @@
 """Merging adjacent layers into one, so that chains stay short.
 
-Guarantee: the merged layer over any lower layers shows the same tree as the layers it is made of.
-Whiteouts and opaque marks are kept where something below may need hiding; files are shared with
-the old layers, not copied.
+Guarantee: the merged layer over the layers below shows the same tree as the layers it is made of;
+its files are shared with theirs, not copied.
+
+A whiteout is kept exactly where the layers below show something: the kernel lists a directory that
+no lower layer has as it lies there, so a whiteout left in it would appear as a name that cannot be
+opened. The merged layer is therefore good over the layers it was made for, not over others.
 """
 
 from __future__ import annotations
@@ -14,18 +17,20 @@ import msgspec
 from sojourn.store.building import Shared, Staged
 from sojourn.store.manifests import DIRECTORY, FILE, OPAQUE, WHITEOUT, Entry, Manifest, whiteout
 from sojourn.store.trees import split
+from sojourn.store.views import View
 
 
 def squash_manifests(
-    manifests: Sequence[Manifest],
+    manifests: Sequence[Manifest], below: Sequence[Manifest]
 ) -> tuple[Manifest, dict[bytes, Shared | Staged]]:
-    """The equivalent single layer of a chain (lowest first), and where its files' content is."""
+    """The single layer that stands for a chain (lowest first) over the chain `below`, and where
+    its files' content is."""
     state: dict[bytes, tuple[int, Entry]] = {}
     children: dict[bytes, set[bytes]] = {}
     for number, manifest in enumerate(manifests):
         for entry in manifest.entries:
             _apply(number, entry, state, children)
-    return _finish(manifests, state)
+    return _finish(manifests, state, View(below))
 
 
 def _apply(
@@ -68,7 +73,7 @@ def _with_opaque(entry: Entry) -> Entry:
 
 
 def _finish(
-    manifests: Sequence[Manifest], state: dict[bytes, tuple[int, Entry]]
+    manifests: Sequence[Manifest], state: dict[bytes, tuple[int, Entry]], below: View
 ) -> tuple[Manifest, dict[bytes, Shared | Staged]]:
     hidden: set[bytes] = set()  # directories below which no lower layer shows
     firsts: dict[tuple[int, bytes], bytes] = {}
@@ -88,7 +93,7 @@ def _finish(
             entries.append(entry)
             continue
         if entry.type == WHITEOUT:
-            if not sealed_off:
+            if not sealed_off and below.lookup(path) is not None:
                 entries.append(whiteout(path))
             continue
         # Names of one hard-linked file stay linked as far as they survive.
