@@ -129,6 +129,12 @@ def test_another_tenant_sees_no_operation(rig: HttpRig, work: Any) -> None:
     assert json.loads(rig.raw("GET", "/v1/sessions", token="token-b")[2])["items"] == []
 
 
+def test_the_openapi_document_is_served_to_anyone(rig: HttpRig) -> None:
+    status, headers, raw = rig.raw("GET", "/v1/openapi.json", token=None)
+    assert (status, headers["content-type"]) == (200, "application/json")
+    assert json.loads(raw)["openapi"] == "3.1.0"
+
+
 def test_addresses_and_methods_that_are_not_there(rig: HttpRig) -> None:
     for method, target, wanted in [
         ("GET", "/", 404),

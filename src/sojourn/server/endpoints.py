@@ -26,12 +26,6 @@ MAX_JSON_BODY = 8 * 1024 * 1024
 MAX_KEY = 255
 
 
-class ClientLeft(Unreachable):
-    """The client closed the connection before its request was complete."""
-
-    default_next_step = "Send the request again."
-
-
 class Call:
     """One request on its way through an endpoint."""
 
@@ -87,12 +81,13 @@ class Call:
         return key
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives, of any size. Raises ClientLeft when it is cut off."""
+        """The body as it arrives, of any size. Raises Unreachable when the client leaves
+        before its end, so that no half body passes for a whole one."""
         receive = self._request.receive
         while True:
             message: dict[str, Any] = dict(await receive())
             if message["type"] == "http.disconnect":
-                raise ClientLeft("the client left before its request was complete")
+                raise Unreachable("the client left before its request was complete")
             if message["body"]:
                 yield message["body"]
             if not message["more_body"]:

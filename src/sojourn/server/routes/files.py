@@ -111,7 +111,14 @@ async def _read(call: Call, wanted: str | None) -> AsyncGenerator[Head | bytes, 
         first, end = 0, stat.size
         status = 200
         if wanted is not None:
-            span = parse_range(wanted, stat.size)
+            try:
+                span = parse_range(wanted, stat.size)
+            except InvalidRequest as error:
+                refused = error_answer(error, 416)
+                about = (b"content-range", b"bytes */%d" % stat.size)
+                yield Head(refused.status, [*refused.headers, about])
+                yield refused.body
+                return
             if span is not None:
                 status, (first, end) = 206, span
                 about = b"bytes %d-%d/%d" % (first, end - 1, stat.size)
@@ -128,16 +135,9 @@ async def _read(call: Call, wanted: str | None) -> AsyncGenerator[Head | bytes, 
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
-class RangeInvalid(InvalidRequest):
-    """The wanted range lies outside the file; answered with status 416."""
-
-    status = 416
-    default_next_step = "Ask for a range inside the file's size."
-
-
 def parse_range(header: str, size: int) -> tuple[int, int] | None:
     """First and end offset of a single byte range; None when the header asks for something else,
-    which HTTP says to ignore. Raises RangeInvalid."""
+    which HTTP says to ignore. Raises InvalidRequest for one outside the file."""
     found = _RANGE.fullmatch(header.replace(" ", ""))
     if found is None or not (found[1] or found[2]):
         return None
@@ -148,7 +148,11 @@ def parse_range(header: str, size: int) -> tuple[int, int] | None:
         if found[2] and int(found[2]) < first:
             return None
     if first >= size or end <= first:
-        raise RangeInvalid(f"the range {header!r} is outside the file's {size} bytes", size=size)
+        raise InvalidRequest(
+            f"the range {header!r} is outside the file's {size} bytes",
+            next_step="Ask for a range inside the file's size.",
+            size=size,
+        )
     return first, end
 
 

@@ -34,6 +34,7 @@ from sojourn.wire.api import (
     RollbackRequest,
     SessionInfo,
     SessionPage,
+    SnapshotInfo,
     SuspendRequest,
     TurnInfo,
     TurnRequest,
@@ -261,7 +262,7 @@ async def begin_turn(call: Call, body: TurnRequest) -> ASGIApp:
     "POST",
     "/v1/sessions/{ref}/turns/{turn}/end",
     "End a turn; answers its snapshot, or null when nothing changed",
-    answers={200: object},
+    answers={200: SnapshotInfo | None},
     errors=(SessionNotFound,),
 )
 async def end_turn(call: Call) -> ASGIApp:
