@@ -1,7 +1,7 @@
 /* The guard against fork storms.
  *
- * Two bounds: gVisor refuses forks beyond RLIMIT_NPROC, also to root, as long as the sandbox has
- * neither CAP_SYS_ADMIN nor CAP_SYS_RESOURCE; that holds at every instant, and without it a storm
+ * Two bounds: gVisor refuses forks beyond RLIMIT_NPROC, also to root, to whom has neither
+ * CAP_SYS_ADMIN nor CAP_SYS_RESOURCE (commands lose them); that holds at every instant, and without it a storm
  * can use up the host tasks of the sandbox, which ends it, between two looks. It is set somewhat
  * higher than the limit, so that a storm goes over the limit and is found and ended by the looks,
  * instead of idling for ever at the bound.

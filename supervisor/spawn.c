@@ -8,12 +8,14 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <linux/capability.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/stat.h>
@@ -84,6 +86,9 @@ static int child(void *argument)
         dup2(spawn->stderr_fd, 2) < 0)
         fail(spawn, STAGE_SPAWN, errno);
     if (spawn->process_limit) {
+        /* With either of these the limit would not hold. */
+        prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN, 0, 0, 0);
+        prctl(PR_CAPBSET_DROP, CAP_SYS_RESOURCE, 0, 0, 0);
         struct rlimit limit = {spawn->process_limit, spawn->process_limit};
         setrlimit(RLIMIT_NPROC, &limit);
     }

@@ -240,7 +240,15 @@ void state_refresh(struct request *request)
         return;
     state_open();
     int error = publish("generation", generation, length);
-    if (!error && host_length && sethostname(host, host_length) < 0)
-        error = errno;
-    answer_result(request->id, request->op, error, "refresh");
+    if (error) {
+        answer_error(request->id, request->op, error, STAGE_NONE, DIRECTORY "/generation");
+        return;
+    }
+    /* A sandbox may deny this to its first process; the name is then the one it was started with,
+     * and the answer says so. */
+    char now[256] = "";
+    bool named = !host_length || (!gethostname(now, sizeof now - 1) && !strcmp(now, host)) ||
+                 !sethostname(host, host_length);
+    put_u8(answer_begin(request->id, request->op), named);
+    answer_end();
 }

@@ -48,7 +48,8 @@ class GuestLink(ProcessCalls, FileCalls):
         await self.call(Op.SYNC)
 
     async def refresh(self, *, generation: str, hostname: str | None = None) -> None:
-        """After a restore: publish the generation inside, reseed, set the host name."""
+        """After a restore: publish the generation inside, reseed, and set the host name where
+        the sandbox lets its first process do so."""
         body = encode(
             lambda: frames.text(generation.encode()) + frames.text((hostname or "").encode())
         )
