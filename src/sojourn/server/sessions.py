@@ -23,18 +23,16 @@ from sojourn.database.records import Operation, OperationState, Role
 from sojourn.database.writes import AppendEvent, InsertSession, UpdateSession
 from sojourn.errors import (
     Conflict,
-    Forbidden,
     InvalidRequest,
-    NotFound,
     SessionNotFound,
     SnapshotNotFound,
     SojournError,
-    Unauthenticated,
     WrongState,
 )
 from sojourn.lifecycle import first_deadlines, kept_alive, policy_deadlines
 from sojourn.model import Limits, Policy, Session, SessionState, new_id
 from sojourn.node.guest import Guest
+from sojourn.server.accounts import Accounts
 from sojourn.server.base import Principal
 from sojourn.server.branches import Branches
 from sojourn.server.checks import (
@@ -89,7 +87,7 @@ MAX_FORKS = 100
 # A stop takes no longer than this for each session to put away, and for all the rest together:
 # operations are on disk, and the next server takes up what did not end.
 _SUSPEND_SECONDS = 120.0
-_SETTLE_SECONDS = 15.0
+_SETTLE_SECONDS = 10.0
 _SESSION_VERBS = {"create", "pause", "suspend", "resume", "rollback", "promote"}
 
 
@@ -128,6 +126,7 @@ class Sessions:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._accounts = Accounts(context)
         self._snapshots = Snapshots(context)
         self._placements = Placements(context, self._snapshots)
         self._verbs = Verbs(context, self._snapshots, self._placements)
@@ -196,10 +195,7 @@ class Sessions:
 
     async def authenticate(self, token: str | None) -> Principal:
         """Who a token stands for. Raises Unauthenticated."""
-        if not token:
-            raise Unauthenticated("no token was given")
-        known = await self._context.database.verify_token(token)
-        return Principal(tenant=known.tenant, actor=known.label or known.id, role=str(known.role))
+        return await self._accounts.authenticate(token)
 
     # -- sessions ---------------------------------------------------------------------------
 
@@ -614,49 +610,17 @@ class Sessions:
             for template in self._context.templates.values()
         ]
 
-    def _operator(self, who: Principal) -> None:
-        if who.role != Role.OPERATOR:
-            raise Forbidden("only the operator manages tokens")
-
     async def create_token(self, who: Principal, tenant: str) -> TokenInfo:
         """A token for a tenant, which is made when it is new."""
-        self._operator(who)
-        check_name(tenant)
-        try:
-            owner = await self._context.database.get_tenant(tenant)
-        except NotFound:
-            owner = await self._context.database.create_tenant(tenant)
-        token, secret = await self._context.database.create_token(
-            owner.id, Role.TENANT, label=tenant
-        )
-        return TokenInfo(
-            id=token.id,
-            tenant=owner.name,
-            role=str(token.role),
-            created_at=token.created_at,
-            token=secret,
-        )
+        return await self._accounts.create(who, tenant)
 
     async def tokens(self, who: Principal) -> builtins.list[TokenInfo]:
-        """All tokens, without their secrets."""
-        self._operator(who)
-        names = {tenant.id: tenant.name for tenant in await self._context.database.list_tenants()}
-        return [
-            TokenInfo(
-                id=token.id,
-                tenant=names.get(token.tenant, token.tenant),
-                role=str(token.role),
-                created_at=token.created_at,
-            )
-            for token in await self._context.database.list_tokens()
-            if token.revoked_at is None
-        ]
+        """All valid tokens, without their secrets."""
+        return await self._accounts.list(who)
 
     async def revoke_token(self, who: Principal, token: str) -> None:
         """End a token's validity at once."""
-        self._operator(who)
-        if not await self._context.database.revoke_token(token):
-            raise NotFound(f"there is no valid token {token!r}")
+        await self._accounts.revoke(who, token)
 
     async def status(self, who: Principal) -> StatusInfo:
         """The server at a glance."""
