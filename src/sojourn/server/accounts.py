@@ -61,7 +61,7 @@ class Accounts:
             token=secret,
         )
 
-    async def list(self, who: Principal) -> builtins.list[TokenInfo]:
+    async def list(self, who: Principal) -> list[TokenInfo]:
         """All tokens, without their secrets."""
         self._operator(who)
         names = {tenant.id: tenant.name for tenant in await self._context.database.list_tenants()}
