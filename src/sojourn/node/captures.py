@@ -34,6 +34,7 @@ from sojourn.errors import (
 from sojourn.model import LayerRef, MemoryRef
 from sojourn.node import host
 from sojourn.node.isolation.base import Capability
+from sojourn.node.records import stacked
 from sojourn.node.sandboxes import ATTACH_SECONDS, Sandbox
 from sojourn.store.base import PendingLayer, SealedLayer
 from sojourn.wire.guest import GuestActivity, OpenUnlinked
@@ -106,7 +107,7 @@ async def _freeze(sandbox: Sandbox, memory: bool) -> None:
         gone = await asyncio.to_thread(sandbox.driver.unlinked_files, sandbox.spec)
         if gone:
             await release(sandbox, was_frozen)
-            found = [] if was_frozen else await sandbox.guest.unlinked()
+            found = [] if was_frozen else await sandbox.guest.unlinked(maps=True)
             raise (
                 _refusal(found)
                 if found
@@ -281,7 +282,7 @@ async def _publish_image(sandbox: Sandbox, staged: Path | None) -> MemoryRef | N
 def _chain(sandbox: Sandbox, layer: LayerRef | None) -> list[LayerRef]:
     if layer is None or layer.entries == 0:
         return list(sandbox.record.layers)
-    return [*sandbox.record.layers, layer]
+    return stacked(sandbox.record.layers, layer)
 
 
 async def capture_final(sandbox: Sandbox, *, memory: bool) -> Sealed:

@@ -33,6 +33,16 @@ class SandboxRecord(msgspec.Struct, frozen=True):
     created_at: float
 
 
+def stacked(layers: list[LayerRef], layer: LayerRef) -> list[LayerRef]:
+    """The layers with one more on top.
+
+    Layers are named by content, and the same change may be made twice (a file touched and put
+    back). An overlay takes no directory twice, and the lower of two equal layers shows nowhere:
+    whatever it holds or hides, the upper one does at the same place.
+    """
+    return [*(one for one in layers if one.id != layer.id), layer]
+
+
 def fsync_directory(path: Path) -> None:
     """Make entries of a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -57,15 +57,14 @@ class Branches:
 
     async def _keep_present(self, run: Run, active: ActiveSession) -> None:
         """Put what the session is about to leave into the tree, if it is not there yet."""
-        if active.state not in _LIVE or run.data.get("kept"):
+        if run.data.get("kept"):
             return
-        if not await self._placements.check_held(active):
-            return
-        sandbox = self._context.sandbox(active)
-        if active.session.policy.auto_snapshot is AutoSnapshot.OFF:
-            return
-        if sandbox.frozen or active.dirty or await sandbox.changed():
-            await self._snapshots.take_or_files_only(active, actor=run.actor)
+        if active.state in _LIVE and await self._placements.check_held(active):
+            sandbox = self._context.sandbox(active)
+            automatic = active.session.policy.auto_snapshot is not AutoSnapshot.OFF
+            if automatic and (sandbox.frozen or active.dirty or await sandbox.changed()):
+                await self._snapshots.take_or_files_only(active, actor=run.actor)
+        await self._snapshots.own_head(active, run.actor)
         await run.step("kept", kept=True)
 
     async def _switch(
@@ -163,7 +162,11 @@ class Branches:
         if sandbox.baseline is None or sandbox.baseline.alive > 0:
             return False
         head = await self._snapshots.head(source.session)
-        return head.kind is not SnapshotKind.BASE and not await sandbox.changed()
+        if head.kind is SnapshotKind.BASE:
+            return False
+        if head.memory is None and sandbox.has(Capability.LIVE_CHECKPOINT):
+            return False  # what is in memory is in no snapshot
+        return not await sandbox.changed()
 
     async def _child(
         self,
@@ -202,8 +205,6 @@ class Branches:
         async with active.gate.closed("fork"):
             if active.state is not SessionState.CREATING:
                 return  # an earlier execution of this operation finished it
-            if run.active.doomed:
-                raise Interrupted(f"session {run.active.id} is being deleted", next_step="")
             event = AppendEvent(
                 session=session.id,
                 kind="fork.child",
@@ -218,6 +219,8 @@ class Branches:
                 faultpoints.reach("fork.shelved")
                 return
             async with starts:
+                if run.active.doomed:
+                    raise Interrupted(f"session {run.active.id} is being deleted", next_step="")
                 await self._placements.place(run, active, snapshot, {}, event)
             faultpoints.reach("fork.child")
 

@@ -18,7 +18,7 @@ from sojourn.database.writes import AppendEvent, InsertSnapshot, Write
 from sojourn.errors import IntegrityError, Interrupted, SandboxLost, SojournError
 from sojourn.lifecycle import lifetime_after, settled_deadline
 from sojourn.model import Session, SessionState, Snapshot, SnapshotKind, new_id
-from sojourn.node.records import SandboxRecord
+from sojourn.node.records import SandboxRecord, stacked
 from sojourn.server.context import Context
 from sojourn.server.operations import Run
 from sojourn.server.registry import ActiveSession
@@ -150,7 +150,7 @@ class Placements:
             salvaged = self._snapshots.manifest(
                 session,
                 record.config,
-                [*record.layers, layer],
+                stacked(record.layers, layer),
                 None,
                 SnapshotKind.AUTO,
                 label=f"salvaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}",

@@ -199,7 +199,12 @@ class Verbs:
                     head = await self._snapshots.head(active.session)
                     kept = head.memory if memory else None
                     await self._add(run, head.layers, kept, label, head.config)
-            active.dirty = False
+            # Of what is in memory, files alone keep nothing.
+            active.dirty = (
+                active.state in _LIVE
+                and not memory
+                and self._context.sandbox(active).has(Capability.LIVE_CHECKPOINT)
+            )
 
     async def _add(
         self,
@@ -344,6 +349,7 @@ class Verbs:
         try:
             await self._end_holders(active)
             faultpoints.reach("delete.abort")
+            self._context.soon(self._end_children(active), f"children of {active.id}")
             ending = asyncio.create_task(self._keep_ending_holders(active))
             await self._delete_held(run, active, ending)
         except BaseException:
@@ -367,6 +373,21 @@ class Verbs:
         while True:
             await asyncio.sleep(_ABORT_SECONDS)
             await self._end_holders(active)
+
+    async def _end_children(self, active: ActiveSession) -> None:
+        """A fork under way is given up with its source; children that were made stay."""
+        while True:
+            starting = [
+                child.id
+                for child in self._context.registry.all()
+                if child.session.parent_session == active.id
+                and child.state is SessionState.CREATING
+            ]
+            if not starting or not active.doomed:
+                return
+            for child in starting:
+                await self._context.agent.abort(child)
+            await asyncio.sleep(_ABORT_SECONDS)
 
     async def _delete_held(
         self, run: Run, active: ActiveSession, ending: asyncio.Task[None]
