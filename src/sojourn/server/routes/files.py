@@ -104,9 +104,14 @@ async def _read(call: Call, wanted: str | None) -> AsyncGenerator[Head | bytes, 
         headers = [(b"content-type", OCTETS.encode()), (b"accept-ranges", b"bytes")]
         if stat.size == 0:
             # Also files of /proc say that they are empty: what they hold shows when read.
-            yield Head(200, headers)
+            started = False
             async for chunk in guest.read(path):
+                if not started:
+                    yield Head(200, headers)
+                started = True
                 yield chunk
+            if not started:
+                yield Head(200, headers)
             return
         first, end = 0, stat.size
         status = 200
@@ -115,8 +120,8 @@ async def _read(call: Call, wanted: str | None) -> AsyncGenerator[Head | bytes, 
                 span = parse_range(wanted, stat.size)
             except InvalidRequest as error:
                 refused = error_answer(error, 416)
-                about = (b"content-range", b"bytes */%d" % stat.size)
-                yield Head(refused.status, [*refused.headers, about])
+                headers = [*refused.headers, (b"content-range", b"bytes */%d" % stat.size)]
+                yield Head(refused.status, headers)
                 yield refused.body
                 return
             if span is not None:
