@@ -503,7 +503,7 @@ print("started", flush=True)
 """
 
 
-@pytest.mark.parametrize("after", [0.0, 0.01, 0.03, 0.06, 0.1, 0.15])
+@pytest.mark.parametrize("after", [0.0, 0.03, 0.08, 0.15])
 def test_a_server_killed_while_starting_leaves_what_a_sweep_ends(rig: Rig, after: float) -> None:
     import msgspec
 
