@@ -332,6 +332,8 @@ class Captures:
             if upper.stat().st_dev != self._device:
                 sync_filesystem(upper)
             sync_filesystem(self.sealed)
+        if manifest.ref.entries == 0:
+            self.pins.settle(manifest.id)  # no snapshot will name it
         scan.digests = manifest.digests
         return SealedUpper(self, manifest.ref, scan, upper)
 
@@ -523,6 +525,8 @@ class PendingCapture:
             self.discard()
             raise
         self._ref = manifest.ref
+        if self._ref.entries == 0:
+            self._captures.pins.settle(manifest.id)  # no snapshot will name it
         scan.digests = manifest.digests
         self.discard()
         return self._ref

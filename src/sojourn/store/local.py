@@ -223,6 +223,8 @@ class LocalStore:
         staged = self._staging.new()
         try:
             self._captures.publish(staged, manifest, sources, lambda path: None)
+            if manifest.ref.entries == 0:
+                self._pins.settle(manifest.id)  # no snapshot will name it
         finally:
             self._staging.drop(staged)
 
