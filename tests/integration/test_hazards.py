@@ -9,10 +9,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sojourn.client import Session, Sojourn
+from sojourn.errors import SandboxLost
 from support.servers import ServerProcess, eventually
 
 # As agreed for the clock after a resume: bracketed by the host's own, so not a measure of speed.
@@ -302,3 +306,42 @@ def test_only_root_inside_reaches_the_node(session: Session) -> None:
     posing = session.spawn(["python3", "-c", POSE])
     eventually(reached, timeout=60)
     assert session.exec("echo still here").text.strip() == "still here"
+
+
+# -- what a turn is seen to change ------------------------------------------------------------
+
+
+def test_a_turn_without_a_change_leaves_no_snapshot_and_what_that_misses(session: Session) -> None:
+    def snapshots_of(call: Callable[[], object]) -> int:
+        before = len(session.history())
+        call()
+        return len(session.history()) - before
+
+    counter = session.spawn(["python3", "-c", "n = 0\nwhile True: n += 1"])
+    session.history()
+    assert snapshots_of(lambda: session.exec(["true"])) == 0, "memory of a process is not looked at"
+    assert snapshots_of(lambda: session.exec("echo a > /root/file")) == 1
+    assert snapshots_of(lambda: session.exec("echo a > /tmp/file")) == 1
+    assert snapshots_of(lambda: session.exec("cat /tmp/file /root/file")) == 0
+    assert snapshots_of(lambda: session.exec("chmod 600 /root/file")) == 1
+    assert snapshots_of(lambda: session.run_code("n = 1")) == 1
+    assert snapshots_of(counter.kill) + snapshots_of(lambda: session.exec(["true"])) == 1
+    assert snapshots_of(session.snapshot) == 1, "an explicit one is always taken"
+
+
+def test_a_sandbox_that_ends_leaves_its_files_beside_the_last_snapshot(client: Sojourn) -> None:
+    session = client.sessions.create(policy={"auto_snapshot": "off"})
+    try:
+        session.exec("echo one > /root/file")
+        session.snapshot("one")
+        session.exec("echo two > /root/file; sync")
+        with pytest.raises(SandboxLost):
+            session.exec("kill -KILL 1; sleep 60")
+        eventually(lambda: session.refresh().state == "suspended")
+        assert session.info.cause
+        assert session.files.read("/root/file") == b"one\n"
+        (kept,) = [one for one in session.history() if (one.label or "").startswith("salvaged-")]
+        session.rollback(kept)
+        assert session.files.read("/root/file") == b"two\n"
+    finally:
+        session.delete()

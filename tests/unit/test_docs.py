@@ -116,7 +116,9 @@ def test_commands_that_are_shown_exist(page: Path) -> None:
     reference = writer().cli_reference()
     headings = set(re.findall(r"^## (sojourn [a-z ]+)$", reference, re.MULTILINE))
     groups = {heading.split()[1] for heading in headings if len(heading.split()) == 3}
-    for words in re.findall(r"(?<![\w/.-])sojourn ((?:[a-z]+)(?: [a-z]+)?)", code_of(page)):
+    for words in re.findall(
+        r"(?<![\w/.-])(?<!from )sojourn ((?:[a-z]+)(?: [a-z]+)?)", code_of(page)
+    ):
         first, _, second = words.partition(" ")
         name = f"sojourn {first} {second}" if first in groups and second else f"sojourn {first}"
         assert name in headings or (first in groups and not second), f"{name} in {page.name}"
