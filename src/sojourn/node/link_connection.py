@@ -29,6 +29,7 @@ from sojourn.wire.frames import FrameError, Op, Reader
 SOCKET = "node.sock"
 MOST_OF_AN_ANSWER = 64 << 20  # all pieces of one answer together; the supervisor is not trusted
 _ACKS_AT_ONCE = 64
+_WAITING = frozenset({Op.RUN, Op.WAIT, Op.OUTPUT, Op.WATCH_READ})
 _EMPTY = frames.HEADER.size
 
 
@@ -120,7 +121,9 @@ class Connection:
         self._pending: dict[int, _Pending] = {}
         self._next = 1
         self._acks: deque[int] = deque()
-        self._cancelled: list[int] = []
+        self._cancelled: list[int] = []  # to be told at the next attach
+        self._abandoned: set[int] = set()  # whose answers may still come
+        self._opening = asyncio.Lock()
         self._changing = asyncio.Lock()
         self._arrived: asyncio.Future[None] | None = None
         self._left: asyncio.Future[None] | None = None
@@ -178,13 +181,19 @@ class Connection:
 
     def abandon(self, identifier: int) -> None:
         """The caller of a request is gone: what waits for it inside may stop."""
-        if self._pending.pop(identifier, None) is None:
+        pending = self._pending.pop(identifier, None)
+        if pending is None:
             return
+        self._disown(identifier, pending.op)
         self._acks.append(identifier)
         if self._state is _State.ATTACHED:
             self._write(frames.frame(Op.CANCEL, 0, frames.number(identifier)))
         else:
             self._cancelled.append(identifier)
+
+    def _disown(self, identifier: int, op: int) -> None:
+        if op not in _WAITING:  # those are not answered once they are cancelled
+            self._abandoned.add(identifier)
 
     def acknowledge(self, identifier: int) -> None:
         """A held answer has served its purpose."""
@@ -209,8 +218,11 @@ class Connection:
             return
         pending = self._pending.get(identifier)
         if pending is None:
-            # Its caller is gone; it still may be forgotten.
-            self.acknowledge(identifier)
+            # Its caller is gone; it still may be forgotten. Only what was asked is acknowledged:
+            # a peer that makes up numbers must not make this side write.
+            if identifier in self._abandoned and not status & frames.MORE:
+                self._abandoned.discard(identifier)
+                self.acknowledge(identifier)
             return
         number = status & ~frames.MORE
         if status & frames.MORE:
@@ -256,23 +268,33 @@ class Connection:
                 return
             if self._state is _State.CLOSED:
                 raise SandboxLost("the link is closed")
-            self._arrived = asyncio.get_running_loop().create_future()
-            await self._listen()
-            try:
-                await asyncio.wait_for(self._arrived, deadline)
-            except TimeoutError:
+            if not await self._arrival(deadline):
                 await self._stop_listening()
-                self._drop_stream()
                 self._state = _State.DETACHED
-                raise SandboxLost(f"the supervisor did not connect within {deadline:g} s") from None
-            finally:
-                self._arrived = None
+                self._drop_stream()
+                self._stream = None
+                raise SandboxLost(f"the supervisor did not connect within {deadline:g} s")
+
+    async def _arrival(self, deadline: float) -> bool:
+        """Wait for the supervisor to be attached."""
+        self._arrived = asyncio.get_running_loop().create_future()
+        try:
+            await self._listen()
+            if self._state is not _State.ATTACHED or self._attach_id in self._pending:
+                await asyncio.wait_for(self._arrived, deadline)
+        except TimeoutError:
+            return False
+        finally:
+            self._arrived = None
+        return True
 
     async def detach(self, deadline: float) -> None:
         """Have the supervisor drop its connection; calls are parked. Raises SandboxLost."""
         async with self._changing:
             if self._state is _State.DETACHED:
                 return
+            if self._state is _State.LISTENING:
+                await self._arrival(deadline)  # the connection broke a moment ago
             if self._state is not _State.ATTACHED or self._stream is None:
                 raise SandboxLost(f"the supervisor is not connected ({self._state.value})")
             self._left = asyncio.get_running_loop().create_future()
@@ -299,6 +321,7 @@ class Connection:
                 continue
             del self._pending[identifier]
             self._fail(pending, Interrupted(reason))
+            self._disown(identifier, pending.op)
             self._acks.append(identifier)
             # Cancelling a run would end its command, which is to live on in the snapshot.
             if pending.op != Op.RUN and self._state is _State.ATTACHED:
@@ -327,8 +350,11 @@ class Connection:
         await self._stop_listening()
 
     async def _listen(self) -> None:
-        if self._server is not None:
-            return
+        async with self._opening:
+            if self._server is None and self._stream is None and self._state is not _State.CLOSED:
+                await self._open_listener()
+
+    async def _open_listener(self) -> None:
         self._state = _State.LISTENING
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         directory = -1
@@ -387,6 +413,7 @@ class Connection:
         again = [one.frame for one in self._pending.values()]
         gone = [frames.frame(Op.CANCEL, 0, frames.number(one)) for one in self._cancelled]
         self._cancelled.clear()
+        self._abandoned.clear()
         self._pending[self._attach_id] = _Pending(Op.ATTACH, attach, None, False)
         self._state = _State.ATTACHED
         self._write(b"".join([attach, *again, *gone]))
