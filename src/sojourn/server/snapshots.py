@@ -210,6 +210,37 @@ class Snapshots:
         """An automatic snapshot for a caller that holds the gate until it is committed."""
         return await self.finish(active, await self.begin_or_files_only(active), actor=actor)
 
+    async def own_head(self, active: ActiveSession, actor: str) -> None:
+        """Give a session a snapshot of its own where its head is another's: a session that is
+        about to leave what it was forked from, or promoted to, must find it in its tree later.
+
+        The caller holds the gate.
+        """
+        session = active.session
+        if session.head is None:
+            return
+        record = await self._context.database.get_snapshot(None, session.head, hidden=True)
+        if record.session == session.id:
+            return
+        try:
+            head = await self.head(session)
+        except IntegrityError as error:
+            log.error("session %s leaves a head that cannot be read: %s", session.id, error)
+            return
+        async with self._context.guard.publishing():
+            own = self.manifest(session, head.config, head.layers, head.memory, SnapshotKind.AUTO)
+            event = AppendEvent(
+                session=session.id,
+                kind="snapshot",
+                actor=actor,
+                result="ok",
+                details={"kind": "auto", "of": head.id, "memory": head.memory is not None},
+                before=head.id,
+                after=own.id,
+            )
+            row = InsertSnapshot(await self.publish(own, session.tenant))
+            await self._context.commit(active, {"head": own.id}, row, event)
+
     # -- find -------------------------------------------------------------------------------
 
     async def tree(self, session: Session) -> list[SnapshotRecord]:

@@ -1,0 +1,470 @@
+"""A crash of the server at every named point converges: what was acknowledged is there, the
+session rests within seconds, the same request with the same key reaches its goal, and nothing is
+left on the machine."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fnmatch
+import http.client
+import itertools
+import json
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import sojourn
+from sojourn.client import Session, Sojourn
+from sojourn.errors import SessionNotFound
+from sojourn.lifecycle import Verb
+from sojourn.server.branches import Branches
+from sojourn.server.verbs import Verbs
+from support.histories_machine import Machine, await_true
+from support.servers import ServerProcess, eventually
+
+pytestmark = [pytest.mark.privileged, pytest.mark.timeout(120)]
+
+REST_SECONDS = 10.0
+STABLE = {"running", "paused", "suspended"}
+COUNTER = "i=0; while :; do i=$((i+1)); echo $i >> /root/count; sleep 0.05; done"
+APPEND = "echo $(($(cat /root/log 2>/dev/null | wc -l) + 1)) >> /root/log"
+_keys = itertools.count()
+
+Answer = tuple[int, Any]
+
+
+def call(server: ServerProcess, method: str, path: str, body: Any, key: str) -> Answer | None:
+    """One request; None when the server went away before it answered."""
+    address = urllib.parse.urlsplit(server.url)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
+    headers = {
+        "authorization": f"Bearer {server.token}",
+        "idempotency-key": key,
+        "content-type": "application/json",
+    }
+    try:
+        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        answer = connection.getresponse()
+        text = answer.read()
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+    return answer.status, json.loads(text) if text else None
+
+
+class World:
+    """A session with files, a variable and a process that counts, and a log of what was
+    acknowledged."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
+        self.machine = Machine(server)
+        self.client: Sojourn = server.client()
+        self.key = f"crash-{next(_keys)}"
+        self.acked = 0
+        self.sent = 0
+        self.session: Session
+        self.child: Session | None = None
+        self.snapshot = ""
+        self.acked_then = 0
+
+    def prepare(self, **options: Any) -> None:
+        self.session = self.client.sessions.create(**options)
+        self.session.spawn(COUNTER)
+        assert self.session.run_code("value = 41; value").text == "41"
+        self.append()
+
+    def append(self) -> None:
+        """A write to file and variable, noted once both are acknowledged."""
+        self.sent += 1
+        result = self.session.exec(APPEND)
+        assert result.exit_code == 0, result
+        self.acked += 1
+
+    def mark(self) -> None:
+        """A snapshot to go back to; work goes on after it."""
+        self.snapshot = self.session.snapshot("mark").id
+        self.acked_then = self.acked
+        self.append()
+
+    def reconnect(self) -> None:
+        self.client.close()
+        self.client = self.server.client()
+        if hasattr(self, "session"):
+            with contextlib.suppress(SessionNotFound):  # a deletion had gone through
+                self.session = self.client.sessions.get(self.session.id)
+        if self.child is not None:
+            self.child = self.client.sessions.get(self.child.id)
+
+    def check(self, session: Session, most: int | None = None, least: int | None = None) -> None:
+        """Files, variable and counter are those that were acknowledged."""
+        lines = session.files.read("/root/log").decode().split()
+        assert lines == [str(n + 1) for n in range(len(lines))]
+        assert (self.acked if least is None else least) <= len(lines)
+        assert len(lines) <= (self.sent if most is None else most)
+        assert session.run_code("value").text == "41"
+        before = counted(session)
+        eventually(lambda: counted(session) > before)
+
+
+def counted(session: Session) -> int:
+    """How far the counter is; its log must have neither gap nor repetition."""
+    lines = session.files.read("/root/count").decode().split("\n")[:-1]
+    assert lines == [str(n + 1) for n in range(len(lines))]
+    return len(lines)
+
+
+def path(session: Session, verb: str) -> str:
+    return f"/v1/sessions/{session.id}/{verb}"
+
+
+# -- operations: what is prepared, what is asked, what must be true afterwards ---------------------
+
+
+class Operation:
+    """One verb: `prepare`, then `request` until it is answered, then `goal`."""
+
+    method, verb = "POST", ""
+    body: dict[str, Any] | None = None
+    answers: tuple[int, ...] = (200, 201)
+
+    def prepare(self, world: World) -> None:
+        world.prepare()
+
+    def request(self, world: World) -> Answer | None:
+        where = path(world.session, self.verb)
+        return call(world.server, self.method, where, self.body, world.key)
+
+    def repeat(self, world: World) -> Answer | None:
+        return self.request(world)
+
+    def rested(self, world: World) -> None:
+        """Everything rests in a stable state, and no operation is under way."""
+        for session in world.client.sessions.list():
+            assert session.info.operation is None
+            assert session.state in STABLE, session.info
+
+    def goal(self, world: World, answer: Answer) -> None:
+        raise NotImplementedError
+
+
+class Create(Operation):
+    def prepare(self, world: World) -> None:
+        pass
+
+    def request(self, world: World) -> Answer | None:
+        return call(world.server, "POST", "/v1/sessions", {"name": world.key}, world.key)
+
+    def goal(self, world: World, answer: Answer) -> None:
+        found = world.client.sessions.list()
+        assert [session.id for session in found] == [answer[1]["session"]]
+        assert found[0].state == "running"
+        world.session = found[0]
+        assert found[0].exec("echo here").text == "here\n"
+
+
+class Pause(Operation):
+    verb = "pause"
+
+    def goal(self, world: World, answer: Answer) -> None:
+        assert world.session.refresh().state == "paused"
+        world.check(world.session)
+
+
+class Thaw(Operation):
+    verb = "resume"
+
+    def prepare(self, world: World) -> None:
+        world.prepare()
+        world.session.pause()
+
+    def goal(self, world: World, answer: Answer) -> None:
+        assert world.session.refresh().state == "running"
+        world.check(world.session)
+
+
+class Restore(Thaw):
+    def prepare(self, world: World) -> None:
+        world.prepare()
+        world.session.suspend()
+
+
+class Snapshot(Operation):
+    verb = "snapshots"
+    body: ClassVar = {"label": "kept"}
+
+    def goal(self, world: World, answer: Answer) -> None:
+        world.check(world.session)
+        kept = [item for item in world.session.history() if item.label == "kept"]
+        assert [item.id for item in kept] == [answer[1]["result"]["id"]]
+        world.session.rollback("kept")
+        world.check(world.session)
+
+
+class SnapshotPaused(Snapshot):
+    def prepare(self, world: World) -> None:
+        world.prepare()
+        world.session.pause()
+
+
+class Suspend(Operation):
+    verb = "suspend"
+    body: ClassVar = {}
+
+    def goal(self, world: World, answer: Answer) -> None:
+        assert world.session.refresh().state == "suspended"
+        assert eventually(lambda: world.machine.sandbox_of(world.session.id) is None)
+        world.check(world.session)
+
+
+class SuspendPaused(Suspend):
+    def prepare(self, world: World) -> None:
+        world.prepare()
+        world.session.pause()
+
+
+class Rollback(Operation):
+    verb = "rollback"
+
+    def prepare(self, world: World) -> None:
+        world.prepare()
+        world.mark()
+
+    def request(self, world: World) -> Answer | None:
+        body = {"snapshot": world.snapshot}
+        return call(world.server, "POST", path(world.session, "rollback"), body, world.key)
+
+    def goal(self, world: World, answer: Answer) -> None:
+        assert world.session.refresh().state == "running"
+        then = world.acked_then
+        world.check(world.session, least=then, most=then)
+        # What it left is in the tree: go forward again.
+        tip = world.session.history()
+        newest = [item for item in tip if item.kind == "auto" and item.memory]
+        contents = set()
+        for item in reversed(newest[-3:]):
+            world.session.rollback(item.id)
+            contents.add(len(world.session.files.read("/root/log").split()))
+        assert world.acked in contents
+
+
+class Promote(Operation):
+    verb = "promote"
+
+    def prepare(self, world: World) -> None:
+        world.prepare()
+        [world.child] = world.session.fork()
+        world.child.exec("echo child > /root/who")
+
+    def request(self, world: World) -> Answer | None:
+        assert world.child is not None
+        return call(world.server, "POST", path(world.child, "promote"), None, world.key)
+
+    def goal(self, world: World, answer: Answer) -> None:
+        assert answer[1]["session"] == world.session.id
+        assert world.session.refresh().state == "running"
+        world.check(world.session)
+        assert world.session.files.read("/root/who") == b"child\n"
+        assert world.child is not None
+        world.check(world.child)
+
+
+class Fork(Operation):
+    verb = "fork"
+    body: ClassVar = {"n": 2}
+    state = "running"
+
+    def rested(self, world: World) -> None:
+        super().rested(world)
+        assert len(world.client.sessions.list()) in (1, 3)  # all of them or none
+
+    def goal(self, world: World, answer: Answer) -> None:
+        world.check(world.session)
+        ids = {child["id"] for child in answer[1]["result"]}
+        assert len(ids) == 2
+        found = {session.id: session for session in world.client.sessions.list()}
+        assert set(found) == ids | {world.session.id}
+        for id in ids:
+            assert found[id].state == self.state
+            world.check(found[id])
+
+
+class ForkShelved(Fork):
+    body: ClassVar = {"n": 2, "start": False}
+    state = "suspended"
+
+
+class Delete(Operation):
+    method = "DELETE"
+    answers = (204,)
+
+    def request(self, world: World) -> Answer | None:
+        where = f"/v1/sessions/{world.session.id}"
+        return call(world.server, "DELETE", where, None, world.key)
+
+    def goal(self, world: World, answer: Answer) -> None:
+        assert world.client.sessions.list() == []
+
+
+class DeletePaused(Delete):
+    def prepare(self, world: World) -> None:
+        world.prepare()
+        world.session.pause()
+
+
+class Turn(Operation):
+    """A command whose automatic snapshot meets the crash."""
+
+    def request(self, world: World) -> Answer | None:
+        world.sent += 1
+        body = {"shell": APPEND}
+        answer = call(world.server, "POST", path(world.session, "exec"), body, world.key)
+        if answer is not None:
+            assert answer[0] == 200, answer
+            world.acked += 1
+        return answer
+
+    def goal(self, world: World, answer: Answer) -> None:
+        world.check(world.session)
+        world.session.suspend()
+        world.check(world.session)
+
+
+class Thin(Turn):
+    def prepare(self, world: World) -> None:
+        world.prepare(policy={"auto_memory_bytes": 0})
+
+
+class Lost(Operation):
+    """The sandbox dies, and the server while it deals with that."""
+
+    verb = "resume"
+
+    def request(self, world: World) -> Answer | None:
+        world.session.history()  # the last turn's snapshot is what can be relied on
+        sandbox = world.machine.sandbox_of(world.session.id)
+        assert sandbox is not None
+        assert world.machine.kill(sandbox) > 0
+        return self.repeat(world)
+
+    def repeat(self, world: World) -> Answer | None:
+        return super().request(world)
+
+    goal = Thaw.goal
+
+
+OPERATIONS: dict[str, Operation] = {
+    kind.__name__: kind()
+    for kind in (
+        *(Create, Pause, Thaw, Restore, Snapshot, SnapshotPaused, Suspend, SuspendPaused),
+        *(Rollback, Promote, Fork, ForkShelved, Delete, DeletePaused, Turn, Thin, Lost),
+    )
+}
+
+CASES: list[tuple[str, list[str]]] = [
+    ("Create", ["create.begin", "create.place", "create.start", "create.end"]),
+    ("Create", ["start.record", "start.mount", "start.launch"]),
+    ("Pause", ["pause.begin", "pause.freeze", "pause.end"]),
+    ("Thaw", ["resume.begin", "resume.thaw", "resume.end"]),
+    ("Restore", ["resume.begin", "resume.place", "start.launch", "resume.start"]),
+    ("Snapshot", ["snapshot.begin", "snapshot.capture", "snapshot.publish", "snapshot.end"]),
+    ("Snapshot", ["capture.freeze", "capture.checkpoint", "capture.copy", "capture.thaw"]),
+    ("SnapshotPaused", ["capture.copy", "snapshot.capture"]),
+    ("Turn", ["capture.freeze", "capture.copy", "auto.capture", "capture.store"]),
+    ("Turn", ["auto.publish", "auto.commit"]),
+    ("Thin", ["thin.drop"]),
+    ("Suspend", ["suspend.begin", "suspend.capture.before", "seal.freeze", "seal.checkpoint"]),
+    ("Suspend", ["suspend.capture", "suspend.seal.before", "suspend.seal", "stop.kill"]),
+    ("Suspend", ["suspend.kill", "suspend.take", "suspend.publish", "suspend.end"]),
+    ("Suspend", ["end.unmount", "end.rename"]),
+    ("SuspendPaused", ["seal.checkpoint", "suspend.seal"]),
+    ("Rollback", ["rollback.begin", "rollback.kept.before", "rollback.kept", "rollback.place"]),
+    ("Rollback", ["rollback.start", "rollback.commit", "end.kill", "rollback.end"]),
+    ("Promote", ["promote.begin", "promote.point.before", "promote.point", "promote.kept"]),
+    ("Promote", ["promote.start", "promote.commit", "promote.end"]),
+    ("Fork", ["fork.begin", "fork.point.before", "fork.point", "fork.place", "fork.start"]),
+    ("Fork", ["fork.start:2", "fork.child", "fork.child:2", "fork.children", "fork.end"]),
+    ("ForkShelved", ["fork.shelved", "fork.shelved:2"]),
+    ("Delete", ["delete.begin", "delete.abort", "delete.commit", "delete.destroy", "delete.end"]),
+    ("Delete", ["end.kill", "end.rename", "collect.row", "collect.manifest"]),
+    ("DeletePaused", ["delete.abort"]),
+    ("Lost", ["lost.salvage", "lost.commit", "stop.kill"]),
+]
+POINTS = [(operation, point) for operation, points in CASES for point in points]
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One server for all points: each test begins and ends with none of its sessions left."""
+    server = ServerProcess(tmp_path_factory.mktemp("crash") / "data")
+    server.start()
+    yield server
+    server.remove()
+
+
+@pytest.mark.parametrize(("operation", "point"), POINTS, ids=[f"{o}-{p}" for o, p in POINTS])
+def test_a_crash_converges(crashed: ServerProcess, operation: str, point: str) -> None:
+    if not crashed.running:
+        crashed.start()
+    for session in crashed.client().sessions.list():
+        session.delete()  # of a test that failed
+    verb, world = OPERATIONS[operation], World(crashed)
+    verb.prepare(world)
+    crashed.restart(SOJOURN_CRASH_AT=point)
+    world.reconnect()
+    verb.request(world)
+    assert crashed.wait(30) == -9, f"{point} was not reached"
+
+    crashed.start()
+    world.reconnect()
+    await_true(lambda: verb.rested(world), REST_SECONDS)
+    answer = verb.repeat(world)
+    assert answer is not None
+    assert answer[0] in verb.answers, answer
+    verb.goal(world, answer)
+    for session in world.client.sessions.list():
+        session.delete()
+    world.machine.check_empty()
+
+
+# -- no point is forgotten -------------------------------------------------------------------------
+
+
+def named_points() -> set[str]:
+    """Every point in the sources; a part that is known only at run time is `*`."""
+    found: set[str] = set()
+    for source in Path(sojourn.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner, name = ast.unparse(node.func.value), node.func.attr
+            if (owner, name) == ("faultpoints", "reach"):
+                if source.name != "operations.py" or "{step}" not in ast.unparse(node.args[0]):
+                    found.add(pattern(node.args[0]))
+            elif (owner, name) == ("run", "step"):
+                step = pattern(node.args[0])
+                found |= {f"*.{step}", f"*.{step}.before"}
+    return found
+
+
+def pattern(name: ast.expr) -> str:
+    if isinstance(name, ast.JoinedStr):
+        parts = [str(part.value) if isinstance(part, ast.Constant) else "*" for part in name.values]
+        return "".join(parts)
+    assert isinstance(name, ast.Constant), ast.unparse(name)
+    return str(name.value)
+
+
+def test_every_point_has_a_crash() -> None:
+    tried = {point.partition(":")[0] for _, point in POINTS}
+    missing = {name for name in named_points() if not fnmatch.filter(tried, name)}
+    assert not missing, f"add a case for {sorted(missing)}"
+    verbs = {verb.value for verb in Verb if hasattr(Verbs, verb) or hasattr(Branches, verb)}
+    assert len(verbs) == 9
+    missing = {f"{verb}.{end}" for verb in verbs for end in ("begin", "end")} - tried
+    assert not missing, f"add a case for {sorted(missing)}"
