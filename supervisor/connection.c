@@ -232,6 +232,7 @@ static void take_frame(const struct frame_header *header, const unsigned char *b
         return;
     case OP_DETACH:
         acknowledge_many(&request.body);
+        process_hurry(); /* whoever is left waiting knows at least which command it waits for */
         answer_result(request.id, request.op, 0, NULL);
         leaving = true;
         return;

@@ -444,6 +444,16 @@ void process_run(struct request *request)
         parked_add(p, request, 0, 0, 0);
 }
 
+void process_hurry(void)
+{
+    for (struct process *p = processes; p; p = p->next)
+        if (p->run_id && p->parked && p->run_until != NEVER) {
+            p->run_until = 0;
+            process_dirty(p);
+        }
+    process_serve();
+}
+
 /* -- end ------------------------------------------------------------------------------------- */
 
 static void ended(struct process *p, int status)

@@ -67,6 +67,7 @@ void process_new_client(void);
 unsigned process_reap(void);
 uint64_t process_timers(uint64_t now); /* runs what is due, returns the next deadline */
 void process_serve(void);              /* answers what can be answered now */
+void process_hurry(void);              /* answers lossless runs as they stand */
 bool process_any_running(void);
 
 extern struct process *processes;

@@ -20,6 +20,7 @@
 #define TMPFS_KIND 0x01021994
 #define TMPFS_ENTRIES 2000 /* more are not looked through */
 #define UNLINKED_MOST 256
+#define NO_DESCRIPTOR UINT32_MAX /* a map, a directory, a program */
 #define DIRECTORY "/run/sojourn"
 
 static unsigned char boot_id[16];
@@ -155,38 +156,92 @@ static void read_command(const char *pid, char *command, size_t size)
     command[strcspn(command, "\n")] = 0;
 }
 
-static uint32_t look_at(const char *pid, struct bytes *to, uint32_t room)
+static bool in_memory(const char *path, const char *target)
 {
-    char path[300], target[PATH_MAX + 16], command[64] = "";
+    struct statfs status;
+    return !strncmp(target, "/memfd:", 7) ||
+           (!statfs(path, &status) && status.f_type == TMPFS_KIND);
+}
+
+static void put_found(const char *pid, uint32_t fd, const char *target, struct bytes *to)
+{
+    char command[64];
+    read_command(pid, command, sizeof command);
+    put_u32(to, (uint32_t)strtoul(pid, NULL, 10));
+    put_u32(to, fd);
+    put_text(to, target);
+    put_text(to, command);
+}
+
+/* One link of a process: a descriptor, its directory, its program. */
+static bool look_at_link(const char *pid, const char *name, uint32_t fd, struct bytes *to)
+{
+    char path[300], target[PATH_MAX + 16];
+    snprintf(path, sizeof path, "/proc/%s/%s", pid, name);
+    ssize_t n = readlink(path, target, sizeof target - 1);
+    if (n <= 0 || !deleted(target, n) || target[0] != '/')
+        return false;
+    target[n] = 0;
+    if (in_memory(path, target))
+        return false; /* part of memory, captured with it */
+    target[n - (ssize_t)strlen(" (deleted)")] = 0;
+    put_found(pid, fd, target, to);
+    return true;
+}
+
+/* Maps keep a file whose descriptors are closed; reading them costs more than the rest. */
+static uint32_t look_at_maps(const char *pid, struct bytes *to, uint32_t room)
+{
+    char path[64], last[PATH_MAX + 16] = "";
+    uint32_t found = 0;
+    snprintf(path, sizeof path, "/proc/%s/maps", pid);
+    FILE *maps = fopen(path, "re");
+    if (!maps)
+        return 0;
+    char *line = NULL;
+    size_t size = 0;
+    for (ssize_t n; found < room && (n = getline(&line, &size, maps)) > 0;) {
+        char *target = strchr(line, '/');
+        if (line[n - 1] == '\n')
+            line[--n] = 0;
+        if (!target || !deleted(target, line + n - target) || !strncmp(target, "/memfd:", 7) ||
+            !strcmp(target, last))
+            continue;
+        snprintf(last, sizeof last, "%s", target);
+        line[n - (ssize_t)strlen(" (deleted)")] = 0;
+        put_found(pid, NO_DESCRIPTOR, target, to);
+        found++;
+    }
+    free(line);
+    fclose(maps);
+    return found;
+}
+
+static uint32_t look_at(const char *pid, bool maps, struct bytes *to, uint32_t room)
+{
+    char path[300];
     uint32_t found = 0;
     snprintf(path, sizeof path, "/proc/%s/fd", pid);
     DIR *directory = opendir(path);
     if (!directory)
         return 0;
     for (struct dirent *entry; found < room && (entry = readdir(directory));) {
-        ssize_t n = readlinkat(dirfd(directory), entry->d_name, target, sizeof target - 1);
-        struct statfs status;
-        if (n <= 0 || !deleted(target, n) || target[0] != '/')
-            continue;
-        snprintf(path, sizeof path, "/proc/%s/fd/%s", pid, entry->d_name);
-        if (!strncmp(target, "/memfd:", 7) ||
-            (!statfs(path, &status) && status.f_type == TMPFS_KIND))
-            continue; /* part of memory, captured with it */
-        if (!found)
-            read_command(pid, command, sizeof command);
-        target[n - (ssize_t)strlen(" (deleted)")] = 0;
-        put_u32(to, (uint32_t)strtoul(pid, NULL, 10));
-        put_u32(to, (uint32_t)strtoul(entry->d_name, NULL, 10));
-        put_text(to, target);
-        put_text(to, command);
-        found++;
+        snprintf(path, sizeof path, "fd/%s", entry->d_name);
+        found += look_at_link(pid, path, (uint32_t)strtoul(entry->d_name, NULL, 10), to);
     }
     closedir(directory);
+    if (found < room)
+        found += look_at_link(pid, "cwd", NO_DESCRIPTOR, to);
+    if (found < room)
+        found += look_at_link(pid, "exe", NO_DESCRIPTOR, to);
+    if (maps && found < room)
+        found += look_at_maps(pid, to, room - found);
     return found;
 }
 
 void state_unlinked(struct request *request)
 {
+    bool maps = request->body.at < request->body.end && get_u8(&request->body);
     struct bytes *to = answer_begin(request->id, request->op);
     size_t count_at = to->length;
     uint32_t count = 0;
@@ -195,7 +250,7 @@ void state_unlinked(struct request *request)
     if (directory) {
         for (struct dirent *entry; count < UNLINKED_MOST && (entry = readdir(directory));)
             if (entry->d_name[0] >= '1' && entry->d_name[0] <= '9' && strcmp(entry->d_name, "1"))
-                count += look_at(entry->d_name, to, UNLINKED_MOST - count);
+                count += look_at(entry->d_name, maps, to, UNLINKED_MOST - count);
         closedir(directory);
     }
     memcpy(to->data + count_at, &count, sizeof count);

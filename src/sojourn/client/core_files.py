@@ -21,7 +21,7 @@ from sojourn.client.core import (
     session_path,
 )
 from sojourn.client.core_commands import STREAM_SECONDS
-from sojourn.errors import ErrorBody, from_body
+from sojourn.errors import ErrorBody, InvalidRequest, from_body
 from sojourn.wire.api import EventInfo, FileChange, FileInfo, TreeInfo
 
 T = TypeVar("T")
@@ -39,7 +39,9 @@ def files_path(ref: str, what: str = "") -> str:
 
 
 def read_request(ref: str, path: PathLike, offset: int, length: int | None) -> Request:
-    """Read a file, or `length` bytes of it from `offset`."""
+    """Read a file, or `length` bytes of it from `offset`. Raises InvalidRequest."""
+    if offset < 0 or (length is not None and length < 0):
+        raise InvalidRequest("offset and length of a read are not negative", field="offset")
     target = files_path(ref) + query_text({"path": raw_path(path)})
     headers: tuple[tuple[bytes, bytes], ...] = ()
     if offset or length is not None:

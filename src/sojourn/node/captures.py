@@ -108,6 +108,7 @@ async def _freeze(sandbox: Sandbox, memory: bool) -> None:
         if gone:
             await release(sandbox, was_frozen)
             found = [] if was_frozen else await sandbox.guest.unlinked(maps=True)
+            found = [item for item in found if os.fsdecode(item.path) in gone] or found
             raise (
                 _refusal(found)
                 if found

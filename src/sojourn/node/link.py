@@ -39,9 +39,10 @@ class GuestLink(ProcessCalls, FileCalls):
         """What tells whether something changed in memory."""
         return frames.read_activity(await self.call(Op.ACTIVITY))
 
-    async def unlinked(self) -> list[OpenUnlinked]:
-        """Open files whose name is gone, outside of memory file systems."""
-        return frames.read_unlinked(await self.call(Op.UNLINKED))
+    async def unlinked(self, *, maps: bool = False) -> list[OpenUnlinked]:
+        """Files in use whose name is gone, outside of memory file systems; with `maps` also those
+        that are only mapped."""
+        return frames.read_unlinked(await self.call(Op.UNLINKED, bytes([maps])))
 
     async def sync(self) -> None:
         """Flush file systems inside."""

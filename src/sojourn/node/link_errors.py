@@ -22,6 +22,8 @@ _CONFLICTS = {
     errno.EXDEV,
     errno.EMLINK,
     errno.ETXTBSY,
+    errno.EIO,  # such as a file of /proc that has nothing to read
+    errno.ENXIO,
 }
 _QUOTAS = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.EDQUOT}
 _STAGES = {

@@ -159,12 +159,17 @@ class Commands:
             for output in outputs:
                 collected.add(output)
             if state.running:
-                async for output in guest.output(
-                    state.id, (collected.offsets[0], collected.offsets[1])
-                ):
-                    collected.add(output)
-                state = await guest.wait(state.id)
-                await guest.forget(state.id)
+                try:
+                    async for output in guest.output(
+                        state.id, (collected.offsets[0], collected.offsets[1])
+                    ):
+                        collected.add(output)
+                    state = await guest.wait(state.id)
+                    await guest.forget(state.id)
+                except Interrupted as error:
+                    out, err = collected.offsets
+                    error.details.update(process=state.id, stdout=out, stderr=err)
+                    raise
             self._note(turn, state)
             self._quota(turn, state)
             return ExecResult(

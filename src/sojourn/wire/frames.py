@@ -329,11 +329,13 @@ def read_unlinked(reader: Reader) -> list[OpenUnlinked]:
     for _ in range(reader.u32()):
         pid, fd = reader.take(_TWO)
         path = reader.text()
-        found.append(OpenUnlinked(pid, fd, path, reader.text()))
+        descriptor = None if fd == _NO_DESCRIPTOR else fd
+        found.append(OpenUnlinked(pid, descriptor, path, reader.text()))
     return found
 
 
 _TWO = struct.Struct("<II")
+_NO_DESCRIPTOR = 2**32 - 1
 
 
 def read_events(reader: Reader) -> tuple[int, list[WatchEvent]]:

@@ -110,9 +110,10 @@ class GuestActivity(msgspec.Struct, frozen=True):
 
 
 class OpenUnlinked(msgspec.Struct, frozen=True):
-    """A descriptor inside whose file has lost its name on a non-memory file system."""
+    """A file in use inside that has lost its name on a non-memory file system. Without `fd` it is
+    a working directory, a running program or a map."""
 
     pid: int
-    fd: int
+    fd: int | None
     path: bytes
     command: bytes

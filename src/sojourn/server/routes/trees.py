@@ -252,7 +252,7 @@ class Unpacking:
         await self._guest.chown(path, uid, gid)
         if entry.type != "symlink":
             await self._guest.chmod(path, entry.mode)
-            await self._guest.utime(path, entry.mtime_ns)
+        await self._guest.utime(path, entry.mtime_ns)
 
     async def _present(self, path: bytes) -> Stat | None:
         try:
