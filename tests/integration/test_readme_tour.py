@@ -16,7 +16,7 @@ import pytest
 from support.servers import ServerProcess, eventually, host_processes
 
 README = Path(__file__).parents[2] / "README.md"
-SCRIPT_SECONDS = 100
+SCRIPT_SECONDS = 240
 
 _VARYING = (
     (re.compile(r"\b(ses|snp)_[0-9a-z]{24}"), r"\1_ID"),
@@ -65,6 +65,7 @@ def script(commands: list[str], directory: Path) -> str:
 
 
 @pytest.mark.privileged
+@pytest.mark.timeout(300)
 def test_the_tour_shows_what_happens(tmp_path: Path) -> None:
     tour = steps()
     assert len(tour) > 20
