@@ -33,7 +33,7 @@ static void child_ready(struct source *source, uint32_t events)
 static int usage(int status)
 {
     fputs("usage: sojourn-supervisor [--socket PATH] [--user USER] [--cwd DIRECTORY]\n"
-          "                          [--max-processes N]\n"
+          "                          [--max-processes N] [--max-file BYTES] [--derive-home]\n"
           "       sojourn-supervisor --version\n",
           status ? stderr : stdout);
     return status;
@@ -44,6 +44,7 @@ int main(int argc, char **argv)
     static const struct option options[] = {
         {"socket", required_argument, NULL, 's'}, {"user", required_argument, NULL, 'u'},
         {"cwd", required_argument, NULL, 'c'},    {"max-processes", required_argument, NULL, 'm'},
+        {"max-file", required_argument, NULL, 'f'}, {"derive-home", no_argument, NULL, 'd'},
         {"version", no_argument, NULL, 'v'},      {"help", no_argument, NULL, 'h'},
         {NULL, 0, NULL, 0}};
     const char *socket = "/run/sojourn/node/node.sock", *user = "0", *cwd = "";
@@ -60,6 +61,13 @@ int main(int argc, char **argv)
             break;
         case 'm':
             guard_limit((unsigned)strtoul(optarg, NULL, 10));
+            break;
+        case 'f':
+            spawn_file_limit(strtoull(optarg, NULL, 10));
+            break;
+        case 'd':
+            /* The runtime gave us root's; every command gets that of its user. */
+            unsetenv("HOME");
             break;
         case 'v':
             printf("sojourn-supervisor wire %d\n", WIRE_VERSION);

@@ -24,6 +24,13 @@
 
 #define STACK_SIZE (64u << 10)
 
+void spawn_file_limit(uint64_t bytes)
+{
+    /* For the supervisor's own writing too; what it starts inherits it. */
+    struct rlimit limit = {bytes, bytes};
+    setrlimit(RLIMIT_FSIZE, &limit);
+}
+
 static int fail(struct spawn *spawn, enum stage stage, int error)
 {
     spawn->stage = stage;

@@ -22,6 +22,7 @@ struct spawn {
 /* The pid, or -1 with stage and error set. */
 int spawn_run(struct spawn *spawn);
 /* Puts the signals of the supervisor itself in order; children start with the defaults. */
+void spawn_file_limit(uint64_t bytes); /* no file grows beyond */
 int spawn_signals(void); /* returns the signal descriptor for SIGCHLD */
 
 #endif

@@ -33,7 +33,7 @@ def test_every_errno_is_mapped(op: Op) -> None:
         (errno.EISDIR, errors.FileConflict),
         (errno.EACCES, errors.Forbidden),
         (errno.ENOSPC, errors.StorageFull),
-        (errno.EFBIG, errors.TooLarge),
+        (errno.EFBIG, errors.DiskQuotaExceeded),
         (errno.ENAMETOOLONG, errors.PathInvalid),
     ],
 )

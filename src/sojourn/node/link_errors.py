@@ -102,7 +102,10 @@ def _of_file(op: int, number: int, cause: str, about: bytes) -> errors.SojournEr
     if number == errno.ENOSPC:
         return errors.StorageFull(message, path=path)
     if number == errno.EFBIG:
-        return errors.TooLarge(message, path=path)
+        # No file grows beyond the session's disk limit (RLIMIT_FSIZE).
+        return errors.DiskQuotaExceeded(
+            f"{path}: the file would be larger than the session's disk limit", path=path
+        )
     if number in _QUOTAS:
         return errors.QuotaExceeded(message, path=path)
     if number in (errno.ENOSYS, errno.EOPNOTSUPP):

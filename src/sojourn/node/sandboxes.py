@@ -31,7 +31,6 @@ DETACH_SECONDS = 10.0
 BASE_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LANG": "C.UTF-8",
-    "HOME": "/root",
     "TERM": "xterm",
 }
 
@@ -61,7 +60,12 @@ class Sandbox:
             root=directory / "root",
             control=directory / "control",
             supervisor=supervisor,
-            argv=["--max-processes", str(record.limits.pids)],
+            argv=[
+                *("--max-processes", str(record.limits.pids)),
+                *("--user", record.config.user, "--cwd", record.config.cwd),
+                *("--max-file", str(record.limits.disk_bytes)),
+                *(() if "HOME" in record.config.env else ("--derive-home",)),
+            ],
             env=BASE_ENV | record.config.env,
             hostname=record.config.hostname,
             limits=record.limits,
