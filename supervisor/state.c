@@ -274,7 +274,8 @@ static int publish(const char *name, const char *text, size_t length)
     char path[128], temporary[136];
     snprintf(path, sizeof path, DIRECTORY "/%s", name);
     snprintf(temporary, sizeof temporary, "%s.new", path);
-    if (mkdir(DIRECTORY, 0755) < 0 && errno != EEXIST)
+    /* Drivers make it to mount below it: open to all, or to root alone. */
+    if (mkdir(DIRECTORY, 0755) < 0 && (errno != EEXIST || chmod(DIRECTORY, 0755) < 0))
         return errno;
     int fd = open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0644);
     if (fd < 0)

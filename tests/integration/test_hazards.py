@@ -94,6 +94,18 @@ def test_the_generation_changes_where_memory_is_restored_and_only_there(session:
     assert len({first, second, generation()}) == 3
 
 
+def test_every_user_may_read_the_generation_and_only_root_change_it(client: Sojourn) -> None:
+    for driver in ("gvisor", "bubblewrap"):
+        session = client.sessions.create(driver=driver)
+        try:
+            read = session.exec(["cat", "/run/sojourn/generation"], user="agent")
+            assert read.ok and read.stdout == session.files.read("/run/sojourn/generation")
+            for command in ("touch /run/sojourn/mine", "mv /run/sojourn/generation /tmp/"):
+                assert session.exec(command, user="agent").exit_code == 1, (driver, command)
+        finally:
+            session.delete()
+
+
 # -- network ----------------------------------------------------------------------------------
 
 REACH = """
