@@ -302,7 +302,9 @@ class Verbs:
                 async with self._context.guard.publishing():
                     await self._finish_once(run, plan)
                 break
-            except StorageFull as error:
+            except (StorageFull, OSError) as error:
+                # The sandbox has ended: what is not written yet must not be given up for a disk
+                # that is full or refuses a write.
                 if active.doomed:
                     raise
                 log.error("session %s cannot be put away yet: %s", active.id, error)
