@@ -93,7 +93,7 @@ def read_record(directory: Path) -> SandboxRecord | None:
     """
     try:
         data = (directory / _FILE).read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         return msgspec.json.decode(data, type=SandboxRecord)
