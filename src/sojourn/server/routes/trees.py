@@ -173,8 +173,8 @@ def parse_owner(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-class _DirectoryFacts(msgspec.Struct, frozen=True):
-    """What a directory gets once everything in it is written."""
+class _Facts(msgspec.Struct, frozen=True):
+    """What a file gets once it is written, and a directory once everything in it is."""
 
     mode: int
     uid: int
@@ -190,7 +190,7 @@ class Unpacking:
         self._base = path.rstrip(b"/")
         self._owner = owner
         self._real: set[bytes] = {b"."}  # names known to be directories, not links to some
-        self._facts: dict[bytes, _DirectoryFacts] = {}
+        self._facts: dict[bytes, _Facts] = {}
         self.members = 0
         self.bytes = 0
 
@@ -202,10 +202,7 @@ class Unpacking:
             if isinstance(event, tar.Entry):
                 await self._member(event, events)
         for name in sorted(self._facts, reverse=True):  # children first: writing moves times
-            facts, path = self._facts[name], self._path(name)
-            await self._guest.chown(path, facts.uid, facts.gid)
-            await self._guest.chmod(path, facts.mode)
-            await self._guest.utime(path, facts.mtime_ns)
+            await self._settle(self._path(name), None, self._facts[name])
 
     async def _events(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[tar.Event]:
         decoder = tar.Decoder()
@@ -223,7 +220,7 @@ class Unpacking:
         uid, gid = self._owner or (entry.uid, entry.gid)
         if entry.type == "dir":
             await self._directory(entry.name)
-            self._facts[entry.name] = _DirectoryFacts(entry.mode, uid, gid, entry.mtime_ns)
+            self._facts[entry.name] = _Facts(entry.mode, uid, gid, entry.mtime_ns)
             return
         if entry.name == b".":
             raise PathInvalid("the tar would replace the directory it is unpacked into")
@@ -241,18 +238,32 @@ class Unpacking:
             return
         if present is not None and (entry.type != "file" or present.type != "file"):
             await self._guest.remove(path)
+        written: Stat | None = None
         if entry.type == "file":
-            await self._guest.write_file(path, _content(events), mode=entry.mode)
+            data: bytes | AsyncIterator[bytes] = _content(events)
+            if entry.size <= SMALL_FILE:
+                data = b"".join([piece async for piece in _content(events)])
+            written = await self._guest.write_file(path, data, mode=entry.mode)
             self.bytes += entry.size
         elif entry.type == "symlink":
             await self._guest.symlink(entry.target, path)
         else:
             device = _device(entry.major, entry.minor)
             await self._guest.mknod(path, entry.type, entry.mode, device)
-        await self._guest.chown(path, uid, gid)
-        if entry.type != "symlink":
-            await self._guest.chmod(path, entry.mode)
-        await self._guest.utime(path, entry.mtime_ns)
+        if entry.type == "symlink":
+            await self._guest.chown(path, uid, gid)
+            await self._guest.utime(path, entry.mtime_ns)
+        else:
+            await self._settle(path, written, _Facts(entry.mode, uid, gid, entry.mtime_ns))
+
+    async def _settle(self, path: bytes, written: Stat | None, facts: _Facts) -> None:
+        """Set owner, mode and time, as far as `written` does not show them already."""
+        if written is None or (written.uid, written.gid) != (facts.uid, facts.gid):
+            await self._guest.chown(path, facts.uid, facts.gid)
+            written = None  # a change of owner takes set-id bits away
+        if written is None or written.mode != facts.mode:
+            await self._guest.chmod(path, facts.mode)
+        await self._guest.utime(path, facts.mtime_ns)
 
     async def _present(self, path: bytes) -> Stat | None:
         try:
