@@ -119,7 +119,8 @@ class Histories(RuleBasedStateMachine):
             assert known[id].label == point.label
         if model.live:
             head = model.points[model.head]
-            assert model.now.same_as(head.content), (
+            present = model.now if head.memory else model.now.without_memory()
+            assert present.same_as(head.restored()), (
                 f"the head of {model.name} is not its present",
                 model.now,
                 head,
