@@ -160,7 +160,9 @@ class Manifest:
                 return f"order at {path!r}"
             previous = path
             parent, name = split(path)
-            if parent not in directories or name in {b"", b".", b".."} or b"\0" in name:
+            if path[0] == 0x2F or parent not in directories or name in {b"", b".", b".."}:
+                return f"path {path!r}"
+            if b"\0" in name:
                 return f"path {path!r}"
             kind = entry.type
             if kind not in TYPE_NAMES or not 0 <= entry.mode <= 0o7777:
@@ -175,7 +177,10 @@ class Manifest:
                 return f"target of {path!r}"
             if entry.link is not None:
                 other = first.get(entry.link)
-                if other is None or other.type != kind or other.digest != entry.digest:
+                if (
+                    other is None
+                    or msgspec.structs.replace(other, path=path, link=entry.link) != entry
+                ):
                     return f"link of {path!r}"
             elif kind != DIRECTORY:
                 first[path] = entry
