@@ -470,6 +470,8 @@ def test_sweep_ends_all_but_the_kept(rig: Rig) -> None:
 
 def test_sweep_finds_sandboxes_without_state_files(rig: Rig) -> None:
     box = rig.started()
+    if not rig.group(box).directories:
+        pytest.skip("without cgroups the state files are all there is")
     for path in rig.state.iterdir():
         if path.is_file() or path.is_socket():
             path.unlink()

@@ -199,12 +199,12 @@ class BubblewrapDriver:
     def _end(self, sandbox: str) -> None:
         deadline = time.monotonic() + _KILL_TIMEOUT
         group = self._tree.group(sandbox)
-        left = group.kill(deadline, self._members(sandbox))
+        left = group.kill(deadline, lambda: self._members(sandbox))
         if left:
             raise HostUnfit(f"processes of {sandbox} do not die: {left}")
         child = self._children.pop(sandbox, None)
         if child is not None:
-            child.wait()
+            child.poll()
         if not group.remove(deadline):
             raise HostUnfit(f"the cgroup of {sandbox} stays busy")
         self._record_file(sandbox).unlink(missing_ok=True)
@@ -248,6 +248,10 @@ class BubblewrapDriver:
             for pid, began in json.loads(self._record_file(sandbox).read_text()).items():
                 if began is not None and processes.start_time(int(pid)) == began:
                     found.add(int(pid))
+        child = self._children.get(sandbox)
+        if child is not None and child.poll() is None:
+            # The monitor and the first process, which takes all others with it.
+            found |= {child.pid, *processes.children(child.pid)}
         return found
 
     def _version(self) -> str:

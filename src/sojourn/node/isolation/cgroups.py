@@ -15,7 +15,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -259,13 +259,12 @@ class Cgroup:
             pause = min(pause * 2, 0.01)
         return True
 
-    def kill(self, deadline: float, others: Iterable[int] = ()) -> list[int]:
-        """End every process of the group (and `others`); returns what would not die in time."""
-        extra = {pid: processes.start_time(pid) for pid in others}
+    def kill(self, deadline: float, others: Callable[[], set[int]] = set) -> list[int]:
+        """End every process of the group, and whatever `others` names each time it is asked;
+        returns what would not die in time."""
 
         def find() -> set[int]:
-            same = {pid for pid, began in extra.items() if processes.start_time(pid) == began}
-            return self.pids() | same
+            return self.pids() | others()
 
         if self._v2 is not None:
             with contextlib.suppress(FileNotFoundError):

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -333,18 +334,23 @@ class GVisorDriver:
 
     def destroy(self, spec: SandboxSpec) -> None:
         """End everything of the sandbox."""
+
+        def find() -> set[int]:
+            # Only without cgroups a half-started sandbox has to be looked for everywhere.
+            return self._members(spec) if self._tree.exists else self._searched(spec.sandbox)
+
         # Killed before the lock is taken: a start or checkpoint that holds it and hangs ends then.
-        self._end(spec.sandbox, self._members(spec), remove=False)
+        self._end(spec.sandbox, find, remove=False)
         with self._lock(spec):
-            self._end(spec.sandbox, self._members(spec), remove=True)
+            self._end(spec.sandbox, find, remove=True)
             shutil.rmtree(spec.directory / "driver", ignore_errors=True)
         with self._guard:
             self._locks.pop(spec.sandbox, None)
 
-    def _end(self, sandbox: str, members: set[int], *, remove: bool) -> None:
+    def _end(self, sandbox: str, find: Callable[[], set[int]], *, remove: bool) -> None:
         deadline = time.monotonic() + _KILL_TIMEOUT
         group = self._tree.group(sandbox)
-        left = group.kill(deadline, members)
+        left = group.kill(deadline, find)
         if left:
             raise HostUnfit(f"processes of {sandbox} do not die: {left}")
         if remove:
@@ -352,17 +358,24 @@ class GVisorDriver:
             if not group.remove(deadline):
                 raise HostUnfit(f"the cgroup of {sandbox} stays busy")
 
-    def sweep(self, keep: set[str]) -> list[str]:
-        """End every sandbox of this driver instance not in `keep`."""
+    def _searched(self, sandbox: str) -> set[int]:
+        """Processes of a sandbox of this instance, by their arguments."""
+        return self._search().get(sandbox, set())
+
+    def _search(self) -> dict[str, set[int]]:
+        """All processes of this instance by sandbox."""
         found: dict[str, set[int]] = {}
-        for name in gvisor_state.known_sandboxes(self._state) | self._tree.sandboxes():
-            found.setdefault(name, set())
         for pid, arguments in processes.mentioning([os.fspath(self._state)]):
             if (bundle := gvisor_state.bundle_of(arguments)) is not None:
                 found.setdefault(bundle.name, set()).add(pid)
-        ended = sorted(set(found) - keep)
+        return found
+
+    def sweep(self, keep: set[str]) -> list[str]:
+        """End every sandbox of this driver instance not in `keep`."""
+        known = gvisor_state.known_sandboxes(self._state) | self._tree.sandboxes()
+        ended = sorted((known | set(self._search())) - keep)
         for name in ended:
-            self._end(name, found[name], remove=True)
+            self._end(name, functools.partial(self._searched, name), remove=True)
         return ended
 
     def update_limits(self, spec: SandboxSpec, limits: Limits) -> None:

@@ -124,6 +124,11 @@ def parent(pid: int) -> int | None:
     return int(fields[1]) if fields else None
 
 
+def children(pid: int) -> list[int]:
+    """The live children of a process."""
+    return [other for other in all_pids() if parent(other) == pid and alive(other)]
+
+
 def _stat(pid: int) -> list[str] | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
