@@ -178,17 +178,17 @@ class LiveCapture:
         self._activity = activity
 
     async def publish(self) -> Captured:
-        """Hash, sync and publish. Raises StorageFull; nothing is kept then, and the next look for
+        """Hash, sync and publish. Raises StorageFull, CaptureFailed; nothing is kept then, and the next look for
         changes finds some."""
         sandbox = self._sandbox
         try:
             layer, image = await _both(
                 asyncio.to_thread(self._pending.publish), _publish_image(sandbox, self._staged)
             )
-        except BaseException:
-            self.discard()
+        except BaseException as error:
             sandbox.baseline = None
-            raise
+            self.discard()
+            raise _as_capture_error(error) from error
         faultpoints.reach("capture.store")
         sandbox.since = (self._pending.scan, layer)
         return Captured(layers=_chain(sandbox, layer), memory=image)
@@ -236,12 +236,12 @@ async def begin_live(sandbox: Sandbox, *, memory: bool) -> LiveCapture:
         finally:
             await _thaw_or_lost(sandbox, stay_frozen)
         faultpoints.reach("capture.thaw")
-    except BaseException:
+    except BaseException as error:
         if staged is not None:
             sandbox.store.discard_image(staged)
         if pending is not None:
             pending.discard()
-        raise
+        raise _as_capture_error(error) from error
     capture = LiveCapture(sandbox, pending, staged, activity)
     capture.note()
     return capture

@@ -85,6 +85,7 @@ class History:
     async def remove(self, who: Principal, ref: str, snapshot: str) -> None:
         """Delete a snapshot for the user. Raises Conflict for the head."""
         active = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(active)
         async with active.gate.closed("snapshot removal"):
             record = await self._snapshots.resolve(active.session, snapshot)
             if record.id == active.session.head:

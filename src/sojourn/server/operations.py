@@ -8,6 +8,7 @@ begins, and whatever ends the server, the next one takes the operation up again 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -17,10 +18,12 @@ from sojourn.database.records import Operation
 from sojourn.database.writes import AppendEvent, FinishOperation, Write
 from sojourn.errors import (
     Conflict,
+    HostUnfit,
     IdempotencyMismatch,
     Interrupted,
     SessionBusy,
     SojournError,
+    StorageFull,
     from_body,
     to_body,
 )
@@ -90,6 +93,13 @@ class Run:
             after=after,
             operation=self.operation.id,
         )
+
+
+def _refused_by_host(verb: str, error: OSError) -> SojournError:
+    """What a failure of the host's disk or kernel means to the caller."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageFull(f"no room on the node: {error}")
+    return HostUnfit(f"{verb} failed because the host refused: {error}")
 
 
 Body = Callable[[Run], Awaitable[None]]
@@ -195,6 +205,9 @@ class Operations:
                 raise SojournError(f"the operation {operation.verb} ended without a result")
         except SojournError as error:
             return await self._fail(run, error)
+        except OSError as error:
+            log.exception("operation %s (%s) failed", operation.id, operation.verb)
+            return await self._fail(run, _refused_by_host(operation.verb, error))
         except Exception as error:
             log.exception("operation %s (%s) failed", operation.id, operation.verb)
             return await self._fail(run, SojournError(f"{operation.verb} failed: {error!r}"))

@@ -17,6 +17,7 @@ from sojourn import faultpoints
 from sojourn.database.records import SnapshotRecord
 from sojourn.database.writes import AppendEvent, InsertSnapshot, LinkEvent, Write
 from sojourn.errors import (
+    CaptureFailed,
     CaptureRefused,
     Conflict,
     IntegrityError,
@@ -91,8 +92,14 @@ class Snapshots:
         )
 
     async def publish(self, snapshot: Snapshot, tenant: str) -> SnapshotRecord:
-        """Write the manifest durably; the record to be committed comes back."""
-        await asyncio.to_thread(self._context.store.publish_snapshot, snapshot)
+        """Write the manifest durably; the record to be committed comes back.
+
+        Raises StorageFull, CaptureFailed.
+        """
+        try:
+            await asyncio.to_thread(self._context.store.publish_snapshot, snapshot)
+        except OSError as error:
+            raise CaptureFailed(f"the snapshot cannot be written: {error}") from error
         memory = snapshot.memory
         return SnapshotRecord(
             id=snapshot.id,

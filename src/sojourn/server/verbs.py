@@ -18,6 +18,7 @@ from sojourn import faultpoints
 from sojourn.database.records import SnapshotRecord
 from sojourn.database.writes import InsertSnapshot
 from sojourn.errors import (
+    CaptureFailed,
     CaptureRefused,
     SandboxLost,
     SojournError,
@@ -302,7 +303,7 @@ class Verbs:
                 async with self._context.guard.publishing():
                     await self._finish_once(run, plan)
                 break
-            except (StorageFull, OSError) as error:
+            except (StorageFull, CaptureFailed, OSError) as error:
                 # The sandbox has ended: what is not written yet must not be given up for a disk
                 # that is full or refuses a write.
                 if active.doomed:
