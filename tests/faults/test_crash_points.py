@@ -339,6 +339,11 @@ class Thin(Turn):
     def prepare(self, world: World) -> None:
         world.prepare(policy={"auto_memory_bytes": 0})
 
+    def goal(self, world: World, answer: Answer) -> None:
+        report = world.session.verify()
+        assert report.ok, report.faults
+        super().goal(world, answer)
+
 
 class Lost(Operation):
     """The sandbox dies, and the server while it deals with that."""
@@ -355,7 +360,16 @@ class Lost(Operation):
     def repeat(self, world: World) -> Answer | None:
         return super().request(world)
 
-    goal = Thaw.goal
+    def goal(self, world: World, answer: Answer) -> None:
+        assert world.session.refresh().state == "running"
+        world.check(world.session)
+        # What the dead sandbox had written beyond that is kept beside it, once.
+        [salvaged] = [
+            item for item in world.session.history() if (item.label or "").startswith("salvaged-")
+        ]
+        world.session.rollback(salvaged)
+        lines = world.session.files.read("/root/log").decode().split()
+        assert len(lines) == world.acked
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -393,7 +407,7 @@ CASES: list[tuple[str, list[str]]] = [
     ("Delete", ["delete.begin", "delete.abort", "delete.commit", "delete.destroy", "delete.end"]),
     ("Delete", ["end.kill", "end.rename", "collect.row", "collect.manifest"]),
     ("DeletePaused", ["delete.abort"]),
-    ("Lost", ["lost.salvage", "lost.commit", "stop.kill"]),
+    ("Lost", ["stop.kill", "salvage.take", "lost.salvage", "lost.commit"]),
 ]
 POINTS = [(operation, point) for operation, points in CASES for point in points]
 

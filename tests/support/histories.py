@@ -325,16 +325,9 @@ class Histories(RuleBasedStateMachine):
         session, model = self.pool.pop(1 + which % (len(self.pool) - 1))
         self._say(f"{model.name}")
         session.delete()
-        for _, other in self.pool:
-            # What is deleted may hide what others descend from; their own and their head stay.
-            other.points = {
-                id: point
-                for id, point in other.points.items()
-                if id not in model.points or id == other.head or self._own(id, other, model)
-            }
-
-    def _own(self, id: str, other: Model, deleted: Model) -> bool:
-        return deleted.parent is other or id not in deleted.points
+        for other_session, other in self.pool:
+            # What they descend from stays in their trees.
+            self._settle(other_session, other)
 
     @rule(which=WHICH, a=WHICH, b=WHICH)
     def diff(self, which: int, a: int, b: int) -> None:
