@@ -39,7 +39,7 @@ static bool gvisor(void)
 
 unsigned guard_kernel_limit(void) { return limit && gvisor() ? limit + limit / 8 + 16 : 0; }
 
-static unsigned members(struct member **list)
+static unsigned members(struct member **list, uint64_t *sum)
 {
     unsigned count = 0, capacity = 0;
     DIR *directory = opendir("/proc");
@@ -58,13 +58,19 @@ static unsigned members(struct member **list)
             }
             (*list)[count] = (struct member){pid, getsid(pid)};
         }
+        if (sum) {
+            uint64_t hash = (uint64_t)pid * 0x9e3779b97f4a7c15ull;
+            *sum += hash ^ hash >> 29; /* added up: their order does not matter */
+        }
         count++;
     }
     closedir(directory);
     return count;
 }
 
-unsigned guard_count(void) { return members(NULL); }
+unsigned guard_count(void) { return members(NULL, NULL); }
+
+unsigned guard_look(uint64_t *sum) { return members(NULL, sum); }
 
 static int by_session(const void *a, const void *b)
 {
@@ -96,7 +102,7 @@ static void end_session(pid_t sid)
 static void cut_down(void)
 {
     struct member *list;
-    unsigned count = members(&list), best = 0;
+    unsigned count = members(&list, NULL), best = 0;
     pid_t worst = 0;
     qsort(list, count, sizeof *list, by_session);
     for (unsigned i = 0, run; i < count; i += run) {

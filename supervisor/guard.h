@@ -20,5 +20,6 @@ void guard_started(void);            /* a command was started: look again soon *
 void guard_reaped(unsigned count);   /* a burst of ends hints at a storm */
 uint64_t guard_timers(uint64_t now); /* looks when due, returns when to look again */
 unsigned guard_count(void);          /* live processes besides the supervisor */
+unsigned guard_look(uint64_t *sum);  /* the same, and adds a hash of which ones they are */
 
 #endif
