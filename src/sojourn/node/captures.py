@@ -178,8 +178,8 @@ class LiveCapture:
         self._activity = activity
 
     async def publish(self) -> Captured:
-        """Hash, sync and publish. Raises StorageFull, CaptureFailed; nothing is kept then, and the next look for
-        changes finds some."""
+        """Hash, sync and publish. Raises StorageFull, CaptureFailed; nothing is kept then, and the
+        next look for changes finds some."""
         sandbox = self._sandbox
         try:
             layer, image = await _both(
