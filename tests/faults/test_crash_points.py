@@ -350,8 +350,11 @@ class Lost(Operation):
 
     verb = "resume"
 
+    def prepare(self, world: World) -> None:
+        world.prepare()
+        world.session.history()  # waits for the last turn's snapshot, which can be relied on
+
     def request(self, world: World) -> Answer | None:
-        world.session.history()  # the last turn's snapshot is what can be relied on
         sandbox = world.machine.sandbox_of(world.session.id)
         assert sandbox is not None
         assert world.machine.kill(sandbox) > 0

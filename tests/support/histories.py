@@ -154,9 +154,8 @@ class Histories(RuleBasedStateMachine):
         self._settle(session, model)
         if model.state == "running":
             self._look(session, model)
-            # Looking may be a turn with a snapshot (the counter went on).
+            # Looking may be a turn with a snapshot (the counter went on), met at the next step.
             model.before = model.now.copy()
-            self._settle(session, model)
 
     # -- work -------------------------------------------------------------------------------
 
@@ -363,6 +362,7 @@ class Histories(RuleBasedStateMachine):
         live = [pair for pair in self.pool if pair[1].live]
         session, model = live[which % len(live)]
         self._say(f"of {model.name} ({model.state})")
+        self._settle(session, model)  # what is not in a snapshot yet would be lost
         sandbox = self.world.machine.sandbox_of(session.id)
         assert sandbox is not None
         assert self.world.machine.kill(sandbox) > 0
@@ -381,6 +381,8 @@ class Histories(RuleBasedStateMachine):
                 session.resume()
                 model.wake()
                 self._done(session, model)
+                if model.now.variable is None and not model.now.counting:
+                    continue  # most likely nothing runs: spare the start of an interpreter
                 self._changing(model)
                 text = session.run_code("globals().get('v')").text
                 assert text == (None if model.now.variable is None else str(model.now.variable))
