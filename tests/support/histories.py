@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from hypothesis import note
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from sojourn.client import Session, Sojourn
-from sojourn.errors import SojournError, WrongState
+from sojourn.errors import WrongState
 from support.histories_machine import Machine
-from support.histories_model import Content, Model, Point
+from support.histories_model import Model, Point
 from support.servers import ServerProcess
 
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -61,8 +60,6 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.pool: list[tuple[Session, Model]] = []
         self.labels = 0
-        self.texts = 0
-        self.touched: list[Model] = []
 
     @initialize()
     def create(self) -> None:
@@ -389,11 +386,3 @@ class Histories(RuleBasedStateMachine):
         finally:
             for session, _ in reversed(self.pool):
                 session.delete()
-
-
-def left_sessions(client: Sojourn) -> list[Any]:
-    """Sessions that a failed history left."""
-    return [session.id for session in client.sessions.list()]
-
-
-__all__ = ["Histories", "World", "left_sessions", "Content", "SojournError", "invariant"]
