@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import signal
 import subprocess
@@ -319,16 +321,33 @@ def test_c16_runsc_killed_while_it_starts(server: ServerProcess, verb: str) -> N
 # -- failing writes and clean-ups -----------------------------------------------------------------
 
 
+FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_IMMUTABLE_FL = 0x80086601, 0x40086602, 0x10
+
+
 @contextmanager
-def immutable(path: Path) -> Iterator[None]:
-    """Nothing can be made, changed or removed in a directory, not even by root."""
-    done = subprocess.run(["chattr", "+i", str(path)], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"this file system has no immutable attribute: {done.stderr}")
+def immutable(*paths: Path) -> Iterator[None]:
+    """Nothing can be made, changed or removed in these directories, not even by root, wherever
+    they are moved to."""
+    held: list[tuple[int, int]] = []
     try:
+        for path in paths:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            flags = array.array("i", [0])
+            held.append((descriptor, 0))
+            try:
+                fcntl.ioctl(descriptor, FS_IOC_GETFLAGS, flags)
+                fcntl.ioctl(
+                    descriptor, FS_IOC_SETFLAGS, array.array("i", [flags[0] | FS_IMMUTABLE_FL])
+                )
+            except OSError as error:
+                pytest.skip(f"this file system has no immutable attribute: {error}")
+            held[-1] = (descriptor, flags[0])
         yield
     finally:
-        subprocess.run(["chattr", "-i", str(path)], check=True)
+        for descriptor, before in held:
+            with suppress(OSError):  # it may have been removed
+                fcntl.ioctl(descriptor, FS_IOC_SETFLAGS, array.array("i", [before]))
+            os.close(descriptor)
 
 
 def places(server: ServerProcess, name: str) -> Path:
@@ -376,19 +395,13 @@ def test_c17_a_failing_clean_up_does_not_wedge_a_suspend(server: ServerProcess) 
     (sandbox,) = (server.data / "sandboxes").iterdir()
     session.files.write("/root/work", b"2")
     session.snapshot()
-    layers = {path for path in (server.data / "store" / "layers").iterdir()}
-    with immutable(sandbox / "control"):
-        for layer in layers:
-            subprocess.run(["chattr", "+i", str(layer)], check=True)
-        try:
-            session.delete_snapshot(old.id)
-            assert session.suspend().state == "suspended"
-            assert session.files.read("/root/work") == b"2"
-            assert session.suspend().state == "suspended"
-            assert client.sessions.create().exec("true").ok
-        finally:
-            for layer in layers:
-                subprocess.run(["chattr", "-i", str(layer)], check=False)
+    layers = list((server.data / "store" / "layers").iterdir())
+    with immutable(sandbox / "control", *layers):
+        session.delete_snapshot(old.id)
+        assert session.suspend().state == "suspended"
+        assert session.files.read("/root/work") == b"2"
+        assert session.suspend().state == "suspended"
+        assert client.sessions.create().exec("true").ok
     assert session.resume().files.read("/root/work") == b"2"
     server.restart()
     eventually(lambda: not list((server.data / "sandboxes").glob(f"{sandbox.name}*")))
