@@ -313,6 +313,8 @@ static void try_connect(uint64_t now)
      * quick phase; when nobody comes for long, the node is away and idling must cost nothing. */
     if (now - lost_at > 2 * SECOND && pause_ns < 50 * MS)
         pause_ns += pause_ns / 8;
+    else if (pause_ns >= 50 * MS && pause_ns < 500 * MS)
+        pause_ns += pause_ns / 64; /* by tries, not by the clock, which counts the time frozen */
     next_try = now + pause_ns;
 }
 

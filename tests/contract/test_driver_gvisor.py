@@ -14,6 +14,7 @@ import pytest
 from driver_rig import Rig, driver_guest, eventually
 
 from sojourn.errors import CaptureFailed, SandboxLost, SojournError
+from sojourn.node import tools
 from sojourn.node.isolation import gvisor_state, urpc
 from sojourn.node.isolation.gvisor import GVisorDriver
 
@@ -186,3 +187,25 @@ def test_destroy_ends_a_checkpoint_under_way(rig: Rig) -> None:
     assert [type(failure) for failure in failures] in ([CaptureFailed], [SandboxLost])
     if isinstance(failures[0], CaptureFailed):
         assert failures[0].details["sandbox_alive"] is False
+
+
+@pytest.mark.privileged
+def test_a_closed_driver_leaves_no_group_and_no_short_name(tmp_path: Path) -> None:
+    state = tmp_path / ("long" * 20) / "state"
+    driver = GVisorDriver(tools.runsc_path(), state, f"t{os.getpid():x}close")
+    short = gvisor_state.open_state(state)
+    assert short.is_symlink()
+    driver.close()
+    assert not short.is_symlink()
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/sojourn-t{os.getpid():x}close"))
+
+
+def test_short_names_of_directories_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    gone = tmp_path / ("gone" * 20)
+    stale = gvisor_state.open_state(gone)
+    gone.rmdir()
+    other = tmp_path / ("here" * 20)
+    kept = gvisor_state.open_state(other)
+    assert not stale.is_symlink()
+    gvisor_state.close_state(kept)
+    assert not kept.is_symlink()

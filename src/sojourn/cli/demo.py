@@ -24,6 +24,7 @@ from pathlib import Path
 import click
 
 from sojourn.client import Session, Sojourn
+from sojourn.errors import SojournError
 
 UP = (sys.executable, "-m", "sojourn.cli.main", "up")
 
@@ -80,7 +81,9 @@ class Demo:
         line = self._server.stdout.readline()
         if not line.startswith("ready "):
             raise DemoFailed(f"the server did not start: {self.log_tail()}")
-        return Sojourn(url=line.split()[1], token=(self._data / "token").read_text().strip())
+        token = (self._data / "token").read_text().strip()
+        self.client = Sojourn(url=line.split()[1], token=token)
+        return self.client
 
     def log_tail(self) -> str:
         """The end of the server's log."""
@@ -92,6 +95,13 @@ class Demo:
         self._server.kill()
         self._server.wait()
         self._server = None
+
+    def clear(self) -> None:
+        """After a failure: end every session, so that nothing of the demo stays on the machine."""
+        if self._server is None:
+            self.start_server()
+        for session in self.client.sessions.list():
+            session.delete()
 
     def stop_server(self) -> None:
         """Stop it in order."""
@@ -336,9 +346,10 @@ def demo() -> None:
         started = time.perf_counter()
         try:
             story.run()
-        except DemoFailed as failure:
+        except (DemoFailed, SojournError) as failure:
             click.echo(f"  FAILED  {failure}", err=True)
             click.echo(story.log_tail(), err=True)
+            story.clear()
             raise SystemExit(1) from failure
         finally:
             story.stop_server()

@@ -280,6 +280,8 @@ class NodeAgent:
             with contextlib.suppress(SandboxLost):
                 await sandbox.guest.close()
         self._sandboxes.clear()
+        for driver in self.drivers.values():
+            await asyncio.to_thread(driver.close)
 
 
 def _record_or_none(directory: Path) -> SandboxRecord | None:

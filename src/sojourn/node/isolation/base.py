@@ -104,5 +104,9 @@ class Driver(Protocol):
     def sweep(self, keep: set[str]) -> list[str]:
         """End and remove every sandbox of this driver instance not in `keep`; returns their ids."""
 
+    def close(self) -> None:
+        """Give up what the driver instance holds on the host beside its sandboxes, as far as no
+        living sandbox needs it. Not to be used afterwards. Idempotent."""
+
     def update_limits(self, spec: SandboxSpec, limits: Limits) -> None:
         """Apply other cpu, memory and pids limits to a running sandbox."""

@@ -217,6 +217,10 @@ class BubblewrapDriver:
             self._end(name)
         return ended
 
+    def close(self) -> None:
+        """Remove the empty groups."""
+        self._tree.remove()
+
     def update_limits(self, spec: SandboxSpec, limits: Limits) -> None:
         """Apply other limits to a running sandbox."""
         with self._lock(spec.sandbox):

@@ -378,6 +378,11 @@ class GVisorDriver:
             self._end(name, functools.partial(self._searched, name), remove=True)
         return ended
 
+    def close(self) -> None:
+        """Remove the empty groups and the short name of the state directory."""
+        self._tree.remove()
+        gvisor_state.close_state(self._state)
+
     def update_limits(self, spec: SandboxSpec, limits: Limits) -> None:
         """Apply other limits to a running sandbox."""
         with self._lock(spec):

@@ -31,12 +31,26 @@ def open_state(state: Path) -> Path:
         return path
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
     parent = Path("/run") if os.access("/run", os.W_OK) else Path(tempfile.gettempdir())
+    _forget_stale(parent)
     link = parent / f"sojourn-{digest}"
     with contextlib.suppress(FileExistsError):
         link.symlink_to(path)
     if not link.is_symlink() or link.resolve() != path:
         raise HostUnfit(f"{link} stands in the way of a short name for {path}")
     return link
+
+
+def _forget_stale(parent: Path) -> None:
+    """Remove the short names of state directories that are gone: killed servers left them."""
+    for link in parent.glob("sojourn-*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink(missing_ok=True)
+
+
+def close_state(path: Path) -> None:
+    """Give up the short name, when no sandbox uses it any more."""
+    if path.is_symlink() and not known_sandboxes(path):
+        path.unlink(missing_ok=True)
 
 
 def version(runsc: Path) -> str:
