@@ -12,14 +12,14 @@ from sojourn.client import Session, Sojourn
 from sojourn.errors import WrongState
 from support.histories_machine import Machine
 from support.histories_model import Model, Point
-from support.servers import ServerProcess
+from support.servers import ServerProcess, eventually
 
 NAMES = st.sampled_from(["a", "b", "c"])
 TEXTS = st.integers(0, 99).map(str)
 WHICH = st.integers(0, 1000)
 MOST_SESSIONS = 4
 
-COUNTER = "rm -f /root/count; i=0; while :; do i=$((i+1)); echo $i >> /root/count; sleep 0.1; done"
+COUNTER = "i=0; while :; do i=$((i+1)); echo $i >> /root/count; sleep 0.1; done"
 # Everything the model knows, in one command: name, content and a separator for each file.
 LOOK = r"""
 for d in /root/w /tmp/w; do
@@ -212,9 +212,13 @@ class Histories(RuleBasedStateMachine):
         self._changing(model)
         if model.now.counting:
             return
+        # The log of one before goes first, as a step of its own.
+        self._run(session, "rm -f /root/count")
+        model.now.counted = 0
+        self._settle(session, model)
         session.spawn(COUNTER)
-        model.now.counting, model.now.counted = True, 0
-        time.sleep(0.15)  # let it begin, so that its log is not the one before
+        model.now.counting = True
+        eventually(lambda: session.files.exists("/root/count"))
         self._done(session, model)
 
     # -- lifecycle --------------------------------------------------------------------------
