@@ -74,3 +74,11 @@ def check_map(field: str, values: dict[str, str], *, env: bool) -> dict[str, str
         if bad:
             raise InvalidRequest(f"{field}: bad key or value at {key!r}", field=field)
     return values
+
+
+def check_place(cwd: str | None, user: str | None) -> None:
+    """Raises InvalidRequest for a directory or a user that no command could be started with."""
+    if cwd is not None and (not cwd.startswith("/") or "\0" in cwd or len(cwd) > 4096):
+        raise InvalidRequest("cwd must be an absolute path", field="cwd")
+    if user is not None and (not 1 <= len(user) <= 255 or not user.isprintable()):
+        raise InvalidRequest("user must be 1 to 255 printable characters", field="user")

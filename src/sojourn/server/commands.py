@@ -256,18 +256,17 @@ class Commands:
 
     async def processes(self, who: Principal, ref: str) -> list[ProcessState]:
         """All processes the supervisor knows."""
-        _, sandbox = await self._turns.running(who, ref)
-        return await sandbox.guest.processes()
+        async with self._turns.call(who, ref) as sandbox:
+            return await sandbox.guest.processes()
 
     async def process(self, who: Principal, ref: str, process: int) -> ProcessState:
         """One of them. Raises ProcessNotFound."""
-        _, sandbox = await self._turns.running(who, ref)
-        return await sandbox.guest.process(process)
+        async with self._turns.call(who, ref) as sandbox:
+            return await sandbox.guest.process(process)
 
     async def wait(self, who: Principal, ref: str, process: int, timeout: float) -> ProcessState:
         """Wait for its end, at most `timeout` seconds."""
-        active, sandbox = await self._turns.running(who, ref)
-        with active.call():
+        async with self._turns.call(who, ref) as sandbox:
             try:
                 async with asyncio.timeout(timeout):
                     return await sandbox.guest.wait(process)
@@ -278,10 +277,9 @@ class Commands:
         self, who: Principal, ref: str, process: int, offsets: tuple[int, int]
     ) -> AsyncIterator[Output]:
         """Its output from the offsets on, to the end."""
-        active, sandbox = await self._turns.running(who, ref)
         at = [*offsets]
         try:
-            with active.call():
+            async with self._turns.call(who, ref) as sandbox:
                 async for output in sandbox.guest.output(process, offsets):
                     at[output.stream - 1] = output.offset + len(output.data)
                     yield output
@@ -291,13 +289,13 @@ class Commands:
 
     async def write_stdin(self, who: Principal, ref: str, process: int, data: bytes) -> None:
         """Write to its standard input."""
-        _, sandbox = await self._turns.running(who, ref)
-        await sandbox.guest.write(process, data)
+        async with self._turns.call(who, ref) as sandbox:
+            await sandbox.guest.write(process, data)
 
     async def close_stdin(self, who: Principal, ref: str, process: int) -> None:
         """End its standard input."""
-        _, sandbox = await self._turns.running(who, ref)
-        await sandbox.guest.close_stdin(process)
+        async with self._turns.call(who, ref) as sandbox:
+            await sandbox.guest.close_stdin(process)
 
     async def signal(
         self, who: Principal, ref: str, process: int, signal: int, group: bool
@@ -314,8 +312,8 @@ class Commands:
         """Resize its terminal."""
         if not (1 <= rows <= 10000 and 1 <= columns <= 10000):
             raise InvalidRequest("rows and columns must be 1 to 10000", field="rows")
-        _, sandbox = await self._turns.running(who, ref)
-        await sandbox.guest.resize(process, rows, columns)
+        async with self._turns.call(who, ref) as sandbox:
+            await sandbox.guest.resize(process, rows, columns)
 
     # -- code -------------------------------------------------------------------------------
 

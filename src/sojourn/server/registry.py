@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from sojourn.database.base import Database
@@ -88,15 +88,6 @@ class ActiveSession:
     def busy(self) -> bool:
         """Whether anything of a caller is under way: it is not idle then."""
         return self.turns > 0 or self.calls > 0
-
-    @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """Around a call that is no turn: reading, waiting, following output."""
-        self.calls += 1
-        try:
-            yield
-        finally:
-            self.calls -= 1
 
     @property
     def id(self) -> str:

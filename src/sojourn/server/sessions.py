@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import logging
 import math
 import shutil
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 from typing import Any
 
@@ -24,6 +25,7 @@ from sojourn.database.writes import AppendEvent, InsertSession, UpdateSession
 from sojourn.errors import (
     Conflict,
     InvalidRequest,
+    NameTaken,
     SessionNotFound,
     SnapshotNotFound,
     SojournError,
@@ -32,6 +34,7 @@ from sojourn.errors import (
 from sojourn.lifecycle import first_deadlines, kept_alive, policy_deadlines
 from sojourn.model import Limits, Policy, Session, SessionState, new_id
 from sojourn.node.guest import Guest
+from sojourn.node.sandboxes import Sandbox
 from sojourn.server.accounts import Accounts
 from sojourn.server.base import Principal
 from sojourn.server.branches import Branches
@@ -40,6 +43,7 @@ from sojourn.server.checks import (
     check_limits,
     check_map,
     check_name,
+    check_place,
     check_policy,
 )
 from sojourn.server.commands import Commands
@@ -97,28 +101,18 @@ class FileTurn:
     def __init__(self, turns: Turns, who: Principal, ref: str, what: str, mutates: bool) -> None:
         kind, _, path = what.partition(" ")
         frees = kind in ("files.remove", "files.move")
+        self._around: AbstractAsyncContextManager[Turn | Sandbox]
         if mutates:
-            self._turn = turns.turn(who, ref, kind, frees=frees, path=path)
-        self._mutates = mutates
-        self._turns = turns
-        self._who, self._ref = who, ref
-        self._entered: Turn | None = None
-        self._call: AbstractContextManager[None] | None = None
+            self._around = turns.turn(who, ref, kind, frees=frees, path=path)
+        else:
+            self._around = turns.call(who, ref)
 
     async def __aenter__(self) -> Guest:
-        if not self._mutates:
-            active, sandbox = await self._turns.running(self._who, self._ref)
-            self._call = active.call()
-            self._call.__enter__()
-            return sandbox.guest
-        self._entered = await self._turn.__aenter__()
-        return self._entered.sandbox.guest
+        entered = await self._around.__aenter__()
+        return (entered.sandbox if isinstance(entered, Turn) else entered).guest
 
     async def __aexit__(self, *exc: Any) -> None:
-        if self._mutates:
-            await self._turn.__aexit__(*exc)
-        elif self._call is not None:
-            self._call.__exit__(None, None, None)
+        await self._around.__aexit__(*exc)
 
 
 class Sessions:
@@ -215,8 +209,7 @@ class Sessions:
             check_name(request.name)
         check_map("labels", request.labels, env=False)
         check_map("env", request.env, env=True)
-        if request.cwd is not None and not request.cwd.startswith("/"):
-            raise InvalidRequest("cwd must be absolute", field="cwd")
+        check_place(request.cwd, request.user)
         now = time.time()
         idle, lifetime = first_deadlines(policy, now)
         session = Session(
@@ -410,6 +403,7 @@ class Sessions:
                 raise InvalidRequest("give as many different names as children", field="names")
             for name in names:
                 check_name(name)
+                await self._check_free(who, name, key)
         check_map("labels", request.labels, env=False)
         active = await self._context.registry.find(who.tenant, ref)
         await self._turns.settle(active)
@@ -419,6 +413,14 @@ class Sessions:
         body = msgspec.to_builtins(request) | {"snapshot": point}
         operation = await self._operations.begin(who, active, "fork", body, key)
         return await self._operation_info(operation)
+
+    async def _check_free(self, who: Principal, name: str, key: str | None) -> None:
+        """Refuse a taken name before anything is done; the database decides when it is used."""
+        with contextlib.suppress(SessionNotFound):
+            await self._context.registry.find(who.tenant, name)
+            if key and await self._context.database.keyed_operation(who.tenant, key):
+                return  # taken by this very request when it came first: it is answered again
+            raise NameTaken(f"another session is called {name!r}", name=name)
 
     async def promote(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
         """Make this fork's state its parent's."""

@@ -137,14 +137,19 @@ class Timers:
         for active in self._context.registry.all():
             if active.state not in (SessionState.RUNNING, SessionState.PAUSED):
                 continue
-            if not active.gate.is_open:
-                continue
+            held = not active.gate.is_open
             try:
                 sandbox = self._context.sandbox(active)
-                alive = (await asyncio.to_thread(sandbox.status)).alive
+                status = await asyncio.to_thread(sandbox.status)
+                alive = status.alive
+                if held and not alive and not status.pids:
+                    # Whoever holds the session may be waiting for an answer that cannot come.
+                    await sandbox.guest.close()
             except SojournError:
                 alive = False
             try:
+                if held:
+                    continue
                 if not alive:
                     await self._placements.check(active)
                 elif active.state is SessionState.RUNNING:

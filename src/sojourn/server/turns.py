@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 # How long an automatic snapshot waits for commands that run beside the one that ended.
 _SETTLE_SECONDS = 1.0
 _ENTER_TRIES = 20
+_EXPLAIN_SECONDS = 5.0
 # With the policy `idle`: the pause that counts as one, and the longest wait for it.
 _QUIET_SECONDS = 0.25
 _QUIET_MOST_SECONDS = 10.0
@@ -138,8 +139,7 @@ class Turns:
         except SojournError as error:
             turn.result = error.code
             if isinstance(error, SandboxLost):
-                self._context.soon(self._placements.check(active), f"check {active.id}")
-                await self._explain(active, error)
+                await self._explain(active, sandbox, error)
             raise
         except BaseException:
             turn.result = "interrupted"
@@ -148,13 +148,32 @@ class Turns:
             active.turns -= 1
             await self._ended(turn)
 
-    async def _explain(self, active: ActiveSession, error: SandboxLost) -> None:
-        """Say why the sandbox died, where the host can tell."""
-        with contextlib.suppress(SojournError):
-            cause = await asyncio.to_thread(self._context.sandbox(active).status)
-            if not cause.alive and cause.cause:
-                error.message = f"the sandbox ended: {cause.cause}"
-                error.details["cause"] = cause.cause
+    @contextlib.asynccontextmanager
+    async def call(self, who: Principal, ref: str) -> AsyncIterator[Sandbox]:
+        """Around a call that changes nothing (reading, waiting, following output): the session is
+        not idle as long as it lasts."""
+        active, sandbox = await self.running(who, ref)
+        active.calls += 1
+        try:
+            yield sandbox
+        except SandboxLost as error:
+            await self._explain(active, sandbox, error)
+            raise
+        finally:
+            active.calls -= 1
+
+    async def _explain(self, active: ActiveSession, sandbox: Sandbox, error: SandboxLost) -> None:
+        """Say why the sandbox died: as the host tells it, or as whoever noticed it recorded it."""
+        noting = self._context.soon(self._placements.check(active), f"check {active.id}")
+        status = await asyncio.to_thread(sandbox.status)
+        cause = None if status.alive else status.cause
+        if cause is None:
+            await asyncio.wait({noting}, timeout=_EXPLAIN_SECONDS)
+            if active.session.sandbox != sandbox.record.sandbox:
+                cause = active.session.cause
+        if cause is not None:
+            error.message = f"the sandbox ended: {cause}"
+            error.details["cause"] = cause
 
     # -- leave ------------------------------------------------------------------------------
 
