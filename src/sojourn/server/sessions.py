@@ -14,7 +14,6 @@ import math
 import shutil
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 from typing import Any
 
@@ -33,8 +32,6 @@ from sojourn.errors import (
 )
 from sojourn.lifecycle import first_deadlines, kept_alive, policy_deadlines
 from sojourn.model import Limits, Policy, Session, SessionState, new_id
-from sojourn.node.guest import Guest
-from sojourn.node.sandboxes import Sandbox
 from sojourn.server.accounts import Accounts
 from sojourn.server.base import Principal
 from sojourn.server.branches import Branches
@@ -48,6 +45,7 @@ from sojourn.server.checks import (
 )
 from sojourn.server.commands import Commands
 from sojourn.server.context import Context
+from sojourn.server.files import FileTurn
 from sojourn.server.history import History
 from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
@@ -56,7 +54,7 @@ from sojourn.server.reconciler import Reconciler
 from sojourn.server.registry import ActiveSession
 from sojourn.server.snapshots import Snapshots
 from sojourn.server.timers import Timers
-from sojourn.server.turns import Turn, Turns
+from sojourn.server.turns import Turns
 from sojourn.server.verbs import Verbs
 from sojourn.server.views import operation_info, session_info, snapshot_info
 from sojourn.wire.api import (
@@ -93,26 +91,6 @@ MAX_FORKS = 100
 _SUSPEND_SECONDS = 120.0
 _SETTLE_SECONDS = 10.0
 _SESSION_VERBS = {"create", "pause", "suspend", "resume", "rollback", "promote"}
-
-
-class FileTurn:
-    """Access to a session's files as one turn."""
-
-    def __init__(self, turns: Turns, who: Principal, ref: str, what: str, mutates: bool) -> None:
-        kind, _, path = what.partition(" ")
-        frees = kind in ("files.remove", "files.move")
-        self._around: AbstractAsyncContextManager[Turn | Sandbox]
-        if mutates:
-            self._around = turns.turn(who, ref, kind, frees=frees, path=path)
-        else:
-            self._around = turns.call(who, ref)
-
-    async def __aenter__(self) -> Guest:
-        entered = await self._around.__aenter__()
-        return (entered.sandbox if isinstance(entered, Turn) else entered).guest
-
-    async def __aexit__(self, *exc: Any) -> None:
-        await self._around.__aexit__(*exc)
 
 
 class Sessions:
