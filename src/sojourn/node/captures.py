@@ -37,6 +37,7 @@ from sojourn.node.isolation.base import Capability
 from sojourn.node.records import stacked
 from sojourn.node.sandboxes import ATTACH_SECONDS, Sandbox
 from sojourn.store.base import PendingLayer, SealedLayer
+from sojourn.store.copying import written_early
 from sojourn.wire.guest import GuestActivity, OpenUnlinked
 
 _A = TypeVar("_A")
@@ -137,11 +138,16 @@ async def _checkpoint(sandbox: Sandbox) -> Path:
                 needed=needed,
                 free=free,
             )
-        await asyncio.to_thread(sandbox.driver.checkpoint, sandbox.spec, staged)
+        await asyncio.to_thread(_write_image, sandbox, staged)
     except BaseException:
         sandbox.store.discard_image(staged)
         raise
     return staged
+
+
+def _write_image(sandbox: Sandbox, staged: Path) -> None:
+    with written_early(staged):
+        sandbox.driver.checkpoint(sandbox.spec, staged)
 
 
 def _resident_bytes(pid: int) -> int:

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -124,6 +125,40 @@ def flush_mapped(fd: int) -> None:
             os.fdatasync(fd)
             return
         raise OSError(code, os.strerror(code))
+
+
+_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
+_EVERY_SECONDS = 0.02
+
+
+@contextlib.contextmanager
+def written_early(directory: Path) -> Iterator[None]:
+    """Around the writing of large files into a directory by someone else: begin to write their
+    pages to the disk meanwhile, so that syncing them afterwards has little left to wait for.
+
+    Nothing depends on it; a disk that refuses is met again, and reported, by the sync.
+    """
+    done = threading.Event()
+
+    def start_writing() -> None:
+        while not done.wait(_EVERY_SECONDS):
+            for file in directory.iterdir():
+                try:
+                    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                except FileNotFoundError:
+                    continue
+                try:
+                    _libc.sync_file_range(fd, 0, 0, _START_WRITING)
+                finally:
+                    os.close(fd)
+
+    thread = threading.Thread(target=start_writing, name="early writing")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def sync_filesystem(directory: Path) -> None:
