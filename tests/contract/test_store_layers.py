@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import subprocess
@@ -181,6 +182,24 @@ def test_a_suspect_is_taken_anew_whatever_its_times_say(store, tmp_path):
     again.discard()
     sealed = store.seal_layer(upper, since=since, suspects={b"mapped"})
     assert sealed.ref == since[1]
+
+
+def test_a_write_through_a_mapping_shows_after_a_capture(store, tmp_path):
+    """Without the flush a page that was dirty at the capture would take further writes unseen."""
+    kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, check=True)
+    if kind.stdout.strip() == b"tmpfs":
+        pytest.skip("a memory file system does not write pages out")
+    upper = tmp_path / "upper"
+    upper.mkdir()
+    with (upper / "mapped").open("w+b") as file:
+        file.truncate(8192)
+        with mmap.mmap(file.fileno(), 8192) as mapped:
+            mapped[0] = 1
+            pending = store.capture_layer(upper, since=None, suspects={b"mapped"})
+            pending.publish()
+            assert store.unchanged(upper, pending.scan)
+            mapped[0] = 2
+            assert not store.unchanged(upper, pending.scan)
 
 
 def test_discarding_leaves_nothing(store, upper):

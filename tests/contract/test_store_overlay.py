@@ -64,6 +64,8 @@ def apply(root: Path, operation: tuple) -> None:
             else:
                 os.unlink(at)
         elif kind == "renew":  # a directory in place of an old one: the kernel marks it opaque
+            if not os.path.isdir(at) or os.path.islink(at):
+                return  # rmtree would open it, and wait if it is a FIFO
             shutil.rmtree(at)
             os.mkdir(at)
             Path(os.fsdecode(at), "fresh").write_bytes(rest[0])

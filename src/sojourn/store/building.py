@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from sojourn.store.copying import Copier
+from sojourn.store.layers import Stored
 from sojourn.store.manifests import (
     BLOCK,
     CHAR,
@@ -50,22 +51,22 @@ class Staged(msgspec.Struct, frozen=True):
 class Builder:
     """Builds one tree at `root` (made here).
 
-    `tree_of(layer)` gives a stored layer's directory; `trust(layer, path, stat)` says whether a
-    stored file may be shared, raising IntegrityError when its content is wrong.
+    `stored(layer)` gives a stored layer; `trust` lets one of its files be shared, or raises
+    IntegrityError when its content is wrong.
     """
 
     def __init__(
         self,
         root: Path,
         copier: Copier,
-        tree_of: Callable[[str], Path],
-        trust: Callable[[str, bytes, os.stat_result, int, bytes], None],
+        stored: Callable[[str], Stored],
+        trust: Callable[[Stored, bytes, os.stat_result, int, bytes], None],
     ) -> None:
         self._root = root
         self._copier = copier
-        self._tree_of = tree_of
+        self._stored = stored
         self._trust = trust
-        self._trees: dict[str, Directories] = {}
+        self._layers: dict[str, tuple[Stored, Directories]] = {}
         self.shared: set[int] = set()  # inodes that got another name
         self.new = 0  # files and directories with bytes of their own
 
@@ -100,20 +101,22 @@ class Builder:
                         fd, name = made.get(b""), b""
                     _dress(entry, fd, name)
         finally:
-            for held in self._trees.values():
+            for _, held in self._layers.values():
                 held.close()
-            self._trees.clear()
+            self._layers.clear()
 
-    def _source(self, layer: str) -> Directories:
-        found = self._trees.get(layer)
+    def _source(self, layer: str) -> tuple[Stored, Directories]:
+        found = self._layers.get(layer)
         if found is None:
-            found = self._trees[layer] = Directories(self._tree_of(layer))
+            stored = self._stored(layer)
+            found = self._layers[layer] = (stored, Directories(stored.tree))
         return found
 
     def _share(self, source: Shared, fd: int, name: bytes) -> bool:
-        directory, old = self._source(source.layer).parent(source.path)
+        stored, tree = self._source(source.layer)
+        directory, old = tree.parent(source.path)
         s = os.stat(old, dir_fd=directory, follow_symlinks=False)
-        self._trust(source.layer, source.path, s, directory, old)
+        self._trust(stored, source.path, s, directory, old)
         try:
             os.link(old, name, src_dir_fd=directory, dst_dir_fd=fd, follow_symlinks=False)
         except OSError as error:
@@ -142,7 +145,7 @@ class Builder:
             target = os.open(name, _CREATE, 0o600, dir_fd=fd)
             try:
                 if isinstance(source, Shared):
-                    directory, old = self._source(source.layer).parent(source.path)
+                    directory, old = self._source(source.layer)[1].parent(source.path)
                     origin = os.open(old, _READ, dir_fd=directory)
                     try:
                         s = os.fstat(origin)

@@ -17,7 +17,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 from sojourn.errors import CaptureFailed, IntegrityError
@@ -32,7 +32,7 @@ from sojourn.store.copying import (
     sync_path,
 )
 from sojourn.store.envelopes import read_checked, write_checked
-from sojourn.store.fingerprints import EMPTY_DIGEST, hash_entry, hash_open_file, layer_digest
+from sojourn.store.fingerprints import hash_entry, hash_open_file, layer_digest
 from sojourn.store.indexes import read_index, row_of, write_index
 from sojourn.store.layers import (
     MANIFEST,
@@ -70,49 +70,20 @@ Since = tuple[Scan, LayerRef] | None
 class Earlier:
     """What an earlier capture of the same upper tells about entries that did not change since."""
 
-    def __init__(self, layers: Layers, since: Since, suspects: set[bytes]) -> None:
-        self._suspects = {path.lstrip(b"/") for path in suspects}
-        self._inodes: set[int] = set()
-        self._scan: LocalScan | None = None
+    def __init__(self, layers: Layers, since: Since) -> None:
+        self.scan: LocalScan | None = None
         self.layer = ""
         self.digests: dict[bytes, bytes] = {}
-        if since is not None and isinstance(since[0], LocalScan):
-            try:
+        if since is None or not isinstance(since[0], LocalScan):
+            return
+        # A scan vouches only for the layer that was made from it.
+        if since[0].layer == since[1].id:
+            # Without the layer there is nothing to share with: everything is taken anew.
+            with contextlib.suppress(IntegrityError):
                 stored = layers.get(since[1].id)
-            except IntegrityError:
-                return  # nothing to share with: everything is taken anew
-            self._scan = since[0]
-            self.layer = stored.manifest.id
-            self.digests = stored.manifest.digests
-
-    def extra(self, path: bytes, facts: Facts) -> Extra | None:
-        """Attributes and target, when the entry is the one seen then."""
-        scan = self._scan
-        if scan is None or scan.entries.get(path) != facts or path in scan.recent:
-            return None
-        return scan.extras.get(path)
-
-    def note_suspects(self, scan: LocalScan) -> None:
-        """Find the files behind the suspect paths, so that other names of them count too."""
-        for path in self._suspects:
-            facts = scan.entries.get(path)
-            if facts is not None:
-                self._inodes.add(facts[INODE])
-
-    def suspect(self, facts: Facts) -> bool:
-        """Whether the file may have been written without a sign."""
-        return facts[INODE] in self._inodes
-
-    def keeps(self, path: bytes, facts: Facts) -> bool:
-        """Whether a regular file's content is the one of the earlier layer."""
-        scan = self._scan
-        return (
-            scan is not None
-            and scan.entries.get(path) == facts
-            and path not in scan.recent
-            and path in self.digests
-            and facts[INODE] not in self._inodes
-        )
+                self.scan = since[0]
+                self.layer = stored.manifest.id
+                self.digests = stored.manifest.digests
 
 
 class Captures:
@@ -135,27 +106,40 @@ class Captures:
             return self.window_ns
         return COARSE_WINDOW_NS
 
-    def look(self, upper: Path, earlier: Earlier) -> LocalScan:
+    def _look(self, upper: Path, earlier: Earlier) -> LocalScan:
         """Scan with everything a manifest needs."""
-        scan = scan_tree(upper, self.window(upper), earlier.extra)
+        scan = scan_tree(upper, self.window(upper), full=True, earlier=earlier.scan)
         if scan.torn:
             raise CaptureFailed("The session's files changed while they were captured.")
-        earlier.note_suspects(scan)
         return scan
+
+    @staticmethod
+    def _suspect_inodes(scan: LocalScan, suspects: set[bytes]) -> set[int]:
+        """The files behind the suspect paths: their other names are suspect too."""
+        found = (scan.entries.get(path.lstrip(b"/")) for path in suspects)
+        return {facts[INODE] for facts in found if facts is not None}
+
+    @staticmethod
+    def _fresh_files(scan: LocalScan, earlier: Earlier, suspects: set[int]) -> list[bytes]:
+        """Regular files whose content must be taken or read anew."""
+        entries = scan.entries
+        fresh = [path for path in scan.changed if stat.S_ISREG(entries[path][MODE])]
+        if suspects:
+            seen = set(fresh)
+            for path, facts in entries.items():
+                if facts[INODE] in suspects and path not in seen and stat.S_ISREG(facts[MODE]):
+                    fresh.append(path)
+        return fresh
 
     def estimate(self, upper: Path, since: Since) -> int:
         """Bytes a live capture would copy now."""
-        earlier = Earlier(self.layers, since, set())
-        scan = scan_tree(upper, self.window(upper))
-        total = 0
-        seen: set[int] = set()
-        for path, facts in scan.entries.items():
-            if stat.S_ISREG(facts[MODE]) and facts[INODE] not in seen:
-                if facts[NLINK] > 1:
-                    seen.add(facts[INODE])
-                if not earlier.keeps(path, facts):
-                    total += facts[SIZE]
-        return total
+        scan = scan_tree(upper, self.window(upper), earlier=Earlier(self.layers, since).scan)
+        files = {}
+        for path in scan.changed:
+            facts = scan.entries[path]
+            if stat.S_ISREG(facts[MODE]):
+                files[facts[INODE]] = facts[SIZE]
+        return sum(files.values())
 
     def capture(self, upper: Path, since: Since, suspects: set[bytes]) -> PendingCapture:
         """Copy what changed; the sandbox is frozen meanwhile."""
@@ -166,10 +150,9 @@ class Captures:
             with disk_errors("capturing the session's files"):
                 directory = self.staging.new()
                 try:
-                    earlier = Earlier(self.layers, since, suspects)
-                    scan = self.look(upper, earlier)
-                    sources: dict[bytes, Shared | Staged] = {}
-                    copied = self._copy(upper, scan, earlier, directory, sources)
+                    earlier = Earlier(self.layers, since)
+                    scan = self._look(upper, earlier)
+                    copies, copied = self._copy(upper, scan, earlier, suspects, directory)
                 except BaseException:
                     self.staging.drop(directory)
                     raise
@@ -177,47 +160,43 @@ class Captures:
             if held:
                 self.pins.release(held)
             raise
-        return PendingCapture(self, scan, earlier, directory, sources, copied, held)
+        return PendingCapture(self, scan, earlier, directory, copies, copied, held)
 
     def _copy(
         self,
         upper: Path,
         scan: LocalScan,
         earlier: Earlier,
+        suspects: set[bytes],
         directory: Path,
-        sources: dict[bytes, Shared | Staged],
-    ) -> int:
+    ) -> tuple[dict[int, Path], int]:
+        """Copy the files that are not those of the earlier layer: where, by inode; bytes."""
+        flush = self._suspect_inodes(scan, suspects)
+        copies: dict[int, Path] = {}
         copied = 0
-        number = 0
-        firsts: dict[int, bytes] = {}
-        files = [p for p, facts in scan.entries.items() if stat.S_ISREG(facts[MODE])]
-        files.sort()  # the first of hard-linked names carries the content, as in the manifest
         with Directories(upper) as held:
             target_directory = open_directory(directory)
             try:
-                for path in files:
+                for path in self._fresh_files(scan, earlier, flush):
                     facts = scan.entries[path]
-                    if facts[NLINK] > 1 and firsts.setdefault(facts[INODE], path) != path:
+                    inode = facts[INODE]
+                    if inode in copies:
                         continue
-                    if earlier.keeps(path, facts):
-                        sources[path] = Shared(earlier.layer, path)
-                        continue
+                    name = b"%d" % len(copies)
+                    copies[inode] = directory / name.decode()
                     if facts[SIZE] == 0:
+                        os.close(os.open(name, _CREATE, 0o600, dir_fd=target_directory))
                         continue
-                    name = b"%d" % number
-                    number += 1
                     fd, own = held.parent(path)
-                    copied += self._copy_file(
-                        fd, own, facts, earlier.suspect(facts), target_directory, name
-                    )
-                    sources[path] = Staged(directory / name.decode())
+                    self._copy_file(fd, own, facts, inode in flush, target_directory, name)
+                    copied += facts[SIZE]
             finally:
                 os.close(target_directory)
-        return copied
+        return copies, copied
 
     def _copy_file(
         self, fd: int, name: bytes, facts: Facts, flush: bool, target_directory: int, copy: bytes
-    ) -> int:
+    ) -> None:
         source = os.open(name, _READ, dir_fd=fd)
         try:
             s = os.fstat(source)
@@ -234,7 +213,6 @@ class Captures:
                 os.close(target)
         finally:
             os.close(source)
-        return facts[SIZE]
 
     # -- publishing a tree ------------------------------------------------------------------
     def publish(
@@ -242,7 +220,7 @@ class Captures:
         directory: Path,
         manifest: Manifest,
         sources: dict[bytes, Shared | Staged],
-        extras: Callable[[bytes], Extra | None],
+        extras: Mapping[bytes, Extra],
     ) -> None:
         """Build a manifest's tree in a staging directory, prove it, sync it, move it in place."""
         if self.layers.present(manifest.id):
@@ -250,15 +228,9 @@ class Captures:
             return
         whole = directory / "layer"
         whole.mkdir(mode=0o700)
-        builder = Builder(
-            whole / "fs", self.copier, lambda layer: self.layers.get(layer).tree, self.layers.trust
-        )
+        builder = Builder(whole / "fs", self.copier, self.layers.get, self.layers.trust)
         builder.build(manifest.entries, sources)
-
-        def known(path: bytes, _: Facts) -> Extra | None:
-            return extras(path)
-
-        made = scan_tree(whole / "fs", 0, known)
+        made = scan_tree(whole / "fs", 0, full=True, extras=extras)
         if manifest_of(made, manifest.digests).id != manifest.id:
             raise CaptureFailed(
                 "The node's disk does not keep files as the session has them.",
@@ -306,18 +278,15 @@ class Captures:
     # -- sealing in place -------------------------------------------------------------------
     def seal(self, upper: Path, since: Since, suspects: set[bytes]) -> SealedUpper:
         """Hash a frozen upper in place, sync it, and record its manifest durably."""
-        earlier = Earlier(self.layers, since, suspects)
+        earlier = Earlier(self.layers, since)
         with disk_errors("sealing the session's files"):
-            scan = self.look(upper, earlier)
-            digests: dict[bytes, bytes] = {}
+            scan = self._look(upper, earlier)
+            digests = dict(earlier.digests)
             by_inode: dict[int, bytes] = {}
+            inodes = self._suspect_inodes(scan, suspects)
             with Directories(upper) as held:
-                for path, facts in scan.entries.items():
-                    if not stat.S_ISREG(facts[MODE]):
-                        continue
-                    if earlier.keeps(path, facts):
-                        digests[path] = earlier.digests[path]
-                        continue
+                for path in self._fresh_files(scan, earlier, inodes):
+                    facts = scan.entries[path]
                     digest = by_inode.get(facts[INODE])
                     if digest is None:
                         fd, name = held.parent(path)
@@ -334,7 +303,7 @@ class Captures:
             sync_filesystem(self.sealed)
         if manifest.ref.entries == 0:
             self.pins.settle(manifest.id)  # no snapshot will name it
-        scan.digests = manifest.digests
+        scan.digests, scan.layer = manifest.digests, manifest.id
         return SealedUpper(self, manifest.ref, scan, upper)
 
     def _record(self, manifest: Manifest, scan: LocalScan) -> None:
@@ -404,7 +373,7 @@ class Captures:
         name = object_name(ref.id)
         if not (place / "manifest").exists():
             # The record is lost: make it again from the upper, which must then have the same id.
-            scan = scan_tree(upper, 0, lambda path, facts: None)
+            scan = scan_tree(upper, 0, full=True)
             manifest = manifest_of(scan, _hash_all(upper, scan))
             if manifest.id != ref.id:
                 raise IntegrityError(f"What lies at {upper} is not {name}.", object=name)
@@ -495,7 +464,7 @@ class PendingCapture:
         scan: LocalScan,
         earlier: Earlier,
         directory: Path,
-        sources: dict[bytes, Shared | Staged],
+        copies: dict[int, Path],
         copied: int,
         held: str,
     ) -> None:
@@ -506,7 +475,7 @@ class PendingCapture:
         self._captures = captures
         self._earlier = earlier
         self._directory: Path | None = directory
-        self._sources = sources
+        self._copies = copies
         self._ref: LayerRef | None = None
 
     def publish(self) -> LayerRef:
@@ -515,46 +484,55 @@ class PendingCapture:
             return self._ref
         if self._directory is None:
             raise CaptureFailed("This capture was discarded.")
-        scan, sources = self._scan, self._sources
+        scan = self._scan
         try:
             with disk_errors("storing the session's files"):
-                manifest = manifest_of(scan, self._digests())
+                digests, sources, extras = self._contents()
+                manifest = manifest_of(scan, digests)
                 self._captures.pins.fresh(manifest.id)
-                self._captures.publish(self._directory, manifest, sources, self._known_extra)
+                self._captures.publish(self._directory, manifest, sources, extras)
         except BaseException:
             self.discard()
             raise
         self._ref = manifest.ref
         if self._ref.entries == 0:
             self._captures.pins.settle(manifest.id)  # no snapshot will name it
-        scan.digests = manifest.digests
+        scan.digests, scan.layer = manifest.digests, manifest.id
         self.discard()
         return self._ref
 
-    def _digests(self) -> dict[bytes, bytes]:
+    def _contents(
+        self,
+    ) -> tuple[dict[bytes, bytes], dict[bytes, Shared | Staged], dict[bytes, Extra]]:
+        """Of every regular file the hash and where its content is; attributes of shared ones,
+        which were read when their layer was made."""
         digests: dict[bytes, bytes] = {}
-        by_inode: dict[int, bytes] = {}
-        for path, source in self._sources.items():
-            if isinstance(source, Shared):
-                digest = self._earlier.digests[source.path]
+        sources: dict[bytes, Shared | Staged] = {}
+        extras: dict[bytes, Extra] = {}
+        copied: dict[int, bytes] = {}
+        for inode, file in self._copies.items():
+            fd = os.open(file, _READ)
+            try:
+                copied[inode] = hash_open_file(fd)
+            finally:
+                os.close(fd)
+        entries = self._scan.entries
+        placed: set[int] = set()  # the first name in order carries the content
+        for path in sorted(path for path, f in entries.items() if stat.S_ISREG(f[MODE])):
+            inode = entries[path][INODE]
+            digest = copied.get(inode)
+            if digest is not None:
+                if inode not in placed:
+                    placed.add(inode)
+                    sources[path] = Staged(self._copies[inode])
             else:
-                fd = os.open(source.file, _READ)
-                try:
-                    digest = hash_open_file(fd)
-                finally:
-                    os.close(fd)
+                digest = self._earlier.digests.get(path)
+                if digest is None:
+                    continue  # an empty file that stands for a whiteout
+                sources[path] = Shared(self._earlier.layer, path)
+                extras[path] = self._scan.extras[path]
             digests[path] = digest
-            by_inode[self._scan.entries[path][INODE]] = digest
-        for path, facts in self._scan.entries.items():
-            if path not in digests and stat.S_ISREG(facts[MODE]):
-                digests[path] = by_inode.get(facts[INODE], EMPTY_DIGEST)
-        return digests
-
-    def _known_extra(self, path: bytes) -> Extra | None:
-        """Attributes of shared files were read when their layer was made."""
-        if isinstance(self._sources.get(path), Shared):
-            return self._scan.extras[path]
-        return None
+        return digests, sources, extras
 
     def discard(self) -> None:
         """Drop the copy. Idempotent."""

@@ -20,8 +20,6 @@ _SNAPSHOT = "sojourn 2025 snapshot v1"
 _PIECE = 1 << 20  # stays in the processor's cache between the read and the hash
 _SMALL = 1 << 16
 
-EMPTY_DIGEST = blake3(b"").digest()
-
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 

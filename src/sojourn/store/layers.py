@@ -58,6 +58,7 @@ class Stored:
         self.tree = tree
         self.manifest = manifest
         self.rows: list[Row] | None = None
+        self.mark: tuple[int, ...] | None = None  # the manifest's file as it was read
         self.listings = listings_of(manifest)
         self.lock = threading.Lock()
 
@@ -108,11 +109,12 @@ class Layers:
             if found is not None:
                 self._cache.move_to_end(layer)
         if found is not None:
-            if (found.directory / "manifest").exists():
+            if found.mark is not None and found.mark == _mark(found.directory):
                 return found
             self.drop(layer)
         directory = self.directory(layer)
         name = object_name(layer)
+        mark = _mark(directory)
         manifest = read_manifest(directory, layer)
         tree = directory / "fs"
         if not tree.is_dir():
@@ -123,6 +125,7 @@ class Layers:
             if not tree.is_dir():
                 raise IntegrityError(f"{tree}, the tree of {name}, is missing.", object=name)
         found = Stored(directory, tree, manifest)
+        found.mark = mark
         with self._lock:
             self._cache[layer] = found
             total = sum(len(s.manifest.entries) for s in self._cache.values())
@@ -283,6 +286,7 @@ class Layers:
         name = object_name(layer)
         try:
             stored = self.get(layer)
+            read_manifest(stored.directory, layer)  # what is held in memory proves no disk
         except IntegrityError as error:
             yield Fault(name, None, error.message)
             return
@@ -308,13 +312,12 @@ class Layers:
                 yield Fault(name, b"/" + path, "not in the manifest")
 
     def trust(
-        self, layer: str, path: bytes, s: os.stat_result, directory: int, name: bytes
+        self, stored: Stored, path: bytes, s: os.stat_result, directory: int, name: bytes
     ) -> None:
         """Let a stored file be shared: untouched by the host's record, or read and found right.
 
         Raises IntegrityError.
         """
-        stored = self.get(layer)
         rows = self.rows(stored)
         parent, own = split(path)
         number = stored.listings.get(parent, {}).get(own)
@@ -328,9 +331,10 @@ class Layers:
                 return
         entry = stored.manifest.by_path.get(path)
         if entry is None or hash_entry(directory, name) != entry.digest:
+            layer = object_name(stored.manifest.id)
             raise IntegrityError(
-                f"content differs in {object_name(layer)}.",
-                object=object_name(layer),
+                f"content differs in {layer}.",
+                object=layer,
                 path="/" + os.fsdecode(path),
             )
 
@@ -364,6 +368,15 @@ _COMPARED = (
     ("minor", "device"),
     ("xattrs", "attributes"),
 )
+
+
+def _mark(directory: Path) -> tuple[int, ...] | None:
+    """What of a manifest's file changes with any write to it."""
+    try:
+        facts = (directory / "manifest").stat()
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
 
 def read_manifest(directory: Path, layer: str) -> Manifest:

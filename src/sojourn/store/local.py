@@ -161,7 +161,7 @@ class LocalStore:
             return self._adopt(tree, note)
 
     def _adopt(self, tree: Path, note: Path) -> LayerRef:
-        scan = scan_tree(tree, 0, lambda path, facts: None)
+        scan = scan_tree(tree, 0, full=True)
         digests = {}
         with Directories(tree) as held:
             for path, facts in scan.entries.items():
@@ -222,7 +222,7 @@ class LocalStore:
         self._pins.fresh(manifest.id)
         staged = self._staging.new()
         try:
-            self._captures.publish(staged, manifest, sources, lambda path: None)
+            self._captures.publish(staged, manifest, sources, {})
             if manifest.ref.entries == 0:
                 self._pins.settle(manifest.id)  # no snapshot will name it
         finally:

@@ -182,7 +182,8 @@ class LocalScan:
     """The state of a tree at one instant. Implements `sojourn.store.base.Scan`.
 
     `entries` holds the facts by relative path (b"" the root), `listings` the names of every
-    directory, `extras` what a capture read besides, `digests` the content hashes once known.
+    directory, `extras` what a capture read besides. `layer` and `digests` are known once a layer
+    was made of this state.
     `recent` are paths whose times prove nothing yet; `unchanged` settles them by content.
     """
 
@@ -193,8 +194,10 @@ class LocalScan:
         self.listings: list[tuple[bytes, frozenset[bytes]]] = []
         self.extras: dict[bytes, Extra] = {}
         self.digests: Mapping[bytes, bytes] = {}
+        self.layer = ""  # the layer that was made from this state
         self.recent: set[bytes] = set()
         self.allocated = 0
+        self.changed: list[bytes] = []  # paths that are not as an earlier scan saw them
         self.torn = False  # an entry went away during the scan
 
     @property
@@ -206,14 +209,23 @@ class LocalScan:
 def scan_tree(
     root: Path,
     window_ns: int,
-    extras: Callable[[bytes, Facts], Extra | None] | None = None,
+    *,
+    full: bool = False,
+    earlier: LocalScan | None = None,
+    extras: Mapping[bytes, Extra] | None = None,
 ) -> LocalScan:
     """Look at every entry below `root`.
 
-    `extras` turns on the reading of attributes and targets; it may answer from an earlier scan
-    (None: read it). Without it they are read for recent entries only, whose times do not do.
+    `full` reads attributes and targets too, where neither the `earlier` scan of the same tree (for
+    entries that did not change since) nor `extras` know them. Without it they are read for recent
+    entries only, whose times do not do. `changed` then lists what differs from `earlier`.
     """
     scan = LocalScan(time.time_ns(), window_ns)
+    none: dict[bytes, Facts] = {}
+    known = earlier.entries if earlier is not None else none
+    known_extras = earlier.extras if earlier is not None else {}
+    unsure = earlier.recent if earlier is not None else set()
+    given = extras if extras is not None else {}
     border = scan.taken_ns - window_ns if window_ns else 1 << 100
     entries = scan.entries
     allocated = 0
@@ -225,9 +237,10 @@ def scan_tree(
         entries[b""] = facts = facts_of(s)
         if facts[CTIME] >= border:
             scan.recent.add(b"")
-        if extras is not None or facts[CTIME] >= border:
-            known = extras(b"", facts) if extras is not None else None
-            scan.extras[b""] = known if known is not None else read_extra(base, b"", s.st_mode)
+        if full or facts[CTIME] >= border:
+            scan.extras[b""] = read_extra(base, b"", s.st_mode)
+        if known.get(b"") != facts:
+            scan.changed.append(b"")
         pending = [b""]
         while pending:
             directory = pending.pop()
@@ -276,11 +289,20 @@ def scan_tree(
                     recent = facts[CTIME] >= border
                     if recent:
                         scan.recent.add(path)
-                    if extras is not None or recent:
-                        known = extras(path, facts) if extras is not None else None
-                        scan.extras[path] = (
-                            known if known is not None else read_extra(fd, name, mode)
-                        )
+                    extra: Extra | None = None
+                    if known.get(path) == facts and path not in unsure:
+                        extra = known_extras.get(path)
+                    else:
+                        scan.changed.append(path)
+                        extra = given.get(path)
+                    if full or recent:
+                        if extra is None:
+                            try:
+                                extra = read_extra(fd, name, mode)
+                            except FileNotFoundError:
+                                scan.torn = True
+                                continue
+                        scan.extras[path] = extra
             finally:
                 os.close(fd)
     finally:
