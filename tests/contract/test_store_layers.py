@@ -62,6 +62,30 @@ def test_everything_survives_a_copy(store, upper):
     assert staged(store) == []
 
 
+def test_a_tree_deeper_than_any_recursion(store, tmp_path):
+    upper = tmp_path / "upper"
+    upper.mkdir()
+    fd = os.open(upper, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir(b"deep", dir_fd=fd)
+        below = os.open(b"deep", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(os.open(b"bottom", os.O_WRONLY | os.O_CREAT, dir_fd=fd))
+    os.close(fd)
+    try:
+        ref = capture(store, upper)
+        assert ref.entries == 1501
+        store.check_layer(ref)
+        assert list(store.verify_layer(ref)) == []
+        assert store.seal_layer(upper, since=None, suspects=set()).take() == ref
+        assert not upper.exists()
+        assert store.collect({ref.id}) > 0
+    finally:
+        for place in (upper, store.root):
+            remove_tree(place)
+
+
 def test_sealing_moves_the_same_layer_in_without_a_copy(store, upper):
     before, copied = look(upper), capture(store, upper)
     inode = os.stat(upper / "dense").st_ino

@@ -412,11 +412,13 @@ class Captures:
 
     def finish(self) -> None:
         """After a crash: complete the takes whose upper was already moved."""
-        for place in self.sealed.iterdir():
-            if not (place / "fs").is_dir():
-                continue
+        for place in sorted(self.sealed.iterdir()):
             manifest = _sealed_manifest(place)
-            if manifest is not None and not self.layers.present(manifest.id):
+            if manifest is None:
+                continue  # left to `take_layer`, which can do without, and to the collection
+            if self.layers.present(manifest.id):
+                self.staging.trash(place)  # stored by a copy meanwhile
+            elif (place / "fs").is_dir():
                 self.layers.admit(place, manifest.id)
 
     def sealed_here(self, layer: str) -> bool:

@@ -155,7 +155,13 @@ class Layers:
         stored = self.get(layer)
         with stored.lock:
             rows = self.rows(stored)
-            fresh = self.check_tree(stored.manifest, stored.tree, stored.listings, rows)
+            try:
+                fresh = self.check_tree(stored.manifest, stored.tree, stored.listings, rows)
+            except OSError as error:  # an entry that went away, a disk that cannot read it
+                name = object_name(layer)
+                raise IntegrityError(
+                    f"{name} cannot be read: {error.strerror}.", object=name
+                ) from error
             if fresh is not None:
                 stored.rows = fresh
                 # The index only saves time: a full disk must not stop a layer from being used.
