@@ -65,7 +65,7 @@ def measure() -> list[Row]:
             None,
             "<= 1 ms",
             reached=cost <= 1,
-            note=f"exec true with automatic snapshots {median(on):.2f} ms, without {median(off):.2f}",
+            note=f"exec true with snapshots {median(on):.2f} ms, without {median(off):.2f}",
             samples=on,
         )
     )

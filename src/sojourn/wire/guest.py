@@ -99,9 +99,9 @@ class GuestActivity(msgspec.Struct, frozen=True):
     """What tells whether something changed in memory since last asked.
 
     `started` counts processes ever started, `ended` those ended, `alive` live guest processes
-    besides the supervisor, `tmpfs` a hash over names, sizes and times of the memory file systems and over the
-    numbers of the living processes
-    (None when there is too much to look through cheaply: assume a change).
+    besides the supervisor, `tmpfs` a hash over names, sizes and times of the memory file systems
+    and over the numbers of the living processes (None when there is too much to look through
+    cheaply: assume a change).
     """
 
     started: int
