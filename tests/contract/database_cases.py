@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import uvloop
+
 from sojourn.database import (
     Database,
     SandboxRecord,
@@ -39,7 +41,9 @@ class Harness:
             finally:
                 await database.close()
 
-        return asyncio.run(whole())
+        # The loop the server runs on; its handles know less than those of asyncio.
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(whole())
 
 
 def make_session(**fields: Any) -> Session:

@@ -232,3 +232,14 @@ def test_touching_after_closing_says_so(database: Harness) -> None:
         await db.close()
 
     database.run(scenario)
+
+
+def test_many_sessions_may_move_at_once(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        sessions = [await db.insert_session(make_session(idle_deadline=1.0)) for _ in range(3)]
+        for number, session in enumerate(sessions):
+            db.touch_idle(session.id, 100.0 + number)
+        for number, session in enumerate(sessions):
+            assert (await db.get_session(None, session.id)).idle_deadline == 100.0 + number
+
+    database.run(scenario)

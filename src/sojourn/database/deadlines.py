@@ -37,6 +37,7 @@ class Deadlines:
         self._pending: dict[str, float] = {}
         self._written: dict[str, tuple[float, float]] = {}  # deadline, time of the write
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
         self._writes: set[asyncio.Task[None]] = set()
 
     def touch(self, session: str, deadline: float) -> None:
@@ -49,10 +50,15 @@ class Deadlines:
             return
         _, written_at = self._written.get(session, (0.0, float("-inf")))
         due = max(self._loop.time(), written_at + INTERVAL)
-        if self._timer is None or due < self._timer.when():
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = self._loop.call_at(due, self._flush_in_background)
+        if self._timer is None or due < self._due:
+            self._set_timer(due)
+
+    def _set_timer(self, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        # Kept here: not every loop's handle can be asked (uvloop's of a time that has come cannot).
+        self._due = due
+        self._timer = self._loop.call_at(due, self._flush_in_background)
 
     def take(self, sessions: Iterable[str]) -> dict[str, float]:
         """Set aside what is known of these sessions: their deadlines are being set to other
@@ -102,7 +108,7 @@ class Deadlines:
                     del self._pending[session]
         finally:
             if self._pending and self._timer is None:
-                self._timer = self._loop.call_at(now + INTERVAL, self._flush_in_background)
+                self._set_timer(now + INTERVAL)
 
     def _flush_in_background(self) -> None:
         self._timer = None
