@@ -9,6 +9,7 @@ idempotency key) may, commands never.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import AsyncIterable, Generator, Iterable
 from pathlib import Path
@@ -198,8 +199,18 @@ def raw_path(path: str | bytes | Path) -> bytes:
 
 
 def json_body(value: Any) -> bytes:
-    """A request body."""
+    """A request body. Raises InvalidRequest for a number JSON cannot say: written as null it would
+    mean something else, such as no timeout at all."""
+    _check_finite(msgspec.to_builtins(value, builtin_types=(bytes,)))
     return msgspec.json.encode(value)
+
+
+def _check_finite(value: Any, field: str = "") -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"`{field}` is {value}, which is no number to ask for", field=field)
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _check_finite(inner, f"{field}.{name}" if field else str(name))
 
 
 def convert(value: Any, kind: type[T], field: str) -> T:

@@ -6,6 +6,7 @@ connection is taken up again at the exact offsets reached, so that no byte is mi
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -246,7 +247,9 @@ def exec_source(
     stdin: bytes | None,
     on_start: Callable[[int], object] | None,
 ) -> FrameSource:
-    """Run a command with input that fits into the request."""
+    """Run a command with input that fits into the request. Raises InvalidRequest."""
+    if timeout is not None and not math.isfinite(timeout):
+        raise InvalidRequest(f"`timeout` is {timeout}, which is no number of seconds")
     body = ExecRequest(
         **command_fields(command),
         env=dict(env) if env else {},

@@ -41,7 +41,8 @@ class MemoryRef(msgspec.Struct, frozen=True):
 
 
 class SnapshotConfig(msgspec.Struct, frozen=True):
-    """What a sandbox needs besides files and memory to run on."""
+    """What a sandbox needs besides files and memory to run on. An empty `cwd` is the home of
+    whoever runs a command."""
 
     template: str
     env: dict[str, str]

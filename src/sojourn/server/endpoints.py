@@ -16,7 +16,7 @@ from litestar import Request
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp
 
-from sojourn.errors import InvalidRequest, SojournError, TooLarge, Unreachable
+from sojourn.errors import InvalidRequest, ProcessNotFound, SojournError, TooLarge, Unreachable
 from sojourn.server.answers import Shutdown, error_answer
 from sojourn.server.auth import bearer_token
 from sojourn.server.base import Principal, SessionService
@@ -53,8 +53,11 @@ class Call:
 
     @property
     def process(self) -> int:
-        """The process's id."""
-        return int(self.parameters["process"])
+        """The process's id. Raises ProcessNotFound for a number that cannot be one."""
+        number = int(self.parameters["process"])
+        if not 0 <= number < 2**63:
+            raise ProcessNotFound(f"there is no process {number}")
+        return number
 
     def header(self, name: bytes) -> str | None:
         """A header's value as text."""

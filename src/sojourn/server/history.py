@@ -221,3 +221,5 @@ class History:
         active = await self._context.registry.find(who.tenant, ref)
         async for event in self._context.database.follow_events(active.id, after=after):
             yield event_info(event)
+            if event.kind == "delete" and event.result == "ok":
+                return  # nothing can come after it
