@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from sojourn.node.records import (
 )
 from sojourn.node.sandboxes import Sandbox
 from sojourn.store.local import LocalStore
+from sojourn.store.trees import remove_tree
 
 log = logging.getLogger(__name__)
 
@@ -295,6 +295,6 @@ def _record_or_none(directory: Path) -> SandboxRecord | None:
 def _remove(directory: Path) -> None:
     mounts.cleanup_mounts(directory)
     if directory.is_dir() and not directory.is_symlink():
-        shutil.rmtree(directory)
+        remove_tree(directory)
     else:
         directory.unlink(missing_ok=True)

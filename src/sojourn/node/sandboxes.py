@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from sojourn.node.link import GuestLink
 from sojourn.node.records import SandboxRecord, write_record
 from sojourn.store.base import Scan
 from sojourn.store.local import LocalStore
+from sojourn.store.trees import remove_tree
 from sojourn.wire.guest import GuestActivity
 
 ATTACH_SECONDS = 30.0
@@ -236,7 +236,7 @@ class Sandbox:
             trash = self.directory.with_name(self.directory.name + ".gone")
             self.directory.rename(trash)
             faultpoints.reach("end.rename")
-            shutil.rmtree(trash)
+            remove_tree(trash)
 
     async def destroy(self) -> None:
         """End everything and remove everything. Idempotent."""
