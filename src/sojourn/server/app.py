@@ -204,14 +204,32 @@ def listen(address: str) -> tuple[socket.socket, str]:
     return found, f"http://{shown}:{found.getsockname()[1]}"
 
 
+def _publish(place: Path, content: bytes) -> None:
+    """Write a small file whole; where there is no room for a new one, over the old one's bytes."""
+    fresh = place.with_name(f"{place.name}.{os.getpid()}")
+    try:
+        fresh.write_bytes(content)
+        fresh.replace(place)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        # Trailing spaces are fine in JSON, a file that was shortened first could not be filled.
+        size = place.stat().st_size
+        with place.open("r+b") as file:
+            file.write(content.ljust(size))
+
+
 @contextlib.contextmanager
 def published_address(data: Path, url: str) -> Generator[None, None, None]:
     """Tell clients of this host where the server is, for as long as it is there."""
     data.mkdir(parents=True, exist_ok=True)
     place = server_file(data)
-    fresh = place.with_name(f"{place.name}.{os.getpid()}")
-    fresh.write_bytes(msgspec.json.encode(ServerAddress(url, os.getpid())))
-    fresh.replace(place)
+    content = msgspec.json.encode(ServerAddress(url, os.getpid()))
+    try:
+        _publish(place, content)
+    except OSError as error:
+        # On a full disk the server is what room can be made with: it serves, even if clients of
+        # this host have to be told its address.
+        _log.error("the server's address is not in %s: %s", place, error.strerror)
     try:
         yield
     finally:
