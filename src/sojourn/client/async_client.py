@@ -6,6 +6,7 @@ a stable `code`.
 
 from __future__ import annotations
 
+import builtins
 import os
 from collections.abc import Mapping
 
@@ -13,6 +14,7 @@ from sojourn.client import core, core_sessions
 from sojourn.client.async_session import AsyncSession
 from sojourn.client.async_transport import AsyncTransport
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
+from sojourn.client.listings import Listing
 from sojourn.wire.api import HealthInfo, OperationInfo, StatusInfo, TemplateInfo, TokenInfo
 
 
@@ -116,15 +118,20 @@ class AsyncSessions:
         info = await self._transport.run(core_sessions.get_session(id_or_name))
         return AsyncSession(self._transport, info)
 
-    async def list(
+    def list(
         self,
         state: str | None = None,
         labels: Labels | None = None,
         limit: int | None = None,
-    ) -> list[AsyncSession]:
-        """Sessions, oldest first: in `state`, with all `labels`, at most `limit` (None: all)."""
-        plan = core_sessions.list_sessions(state=state, labels=labels, limit=limit)
-        return [AsyncSession(self._transport, info) for info in await self._transport.run(plan)]
+    ) -> Listing[AsyncSession]:
+        """Sessions, newest first: in `state`, with all `labels`, at most `limit` (None: all).
+        To be awaited, or gone through with `async for`."""
+
+        async def fetch() -> builtins.list[AsyncSession]:
+            plan = core_sessions.list_sessions(state=state, labels=labels, limit=limit)
+            return [AsyncSession(self._transport, info) for info in await self._transport.run(plan)]
+
+        return Listing(fetch)
 
 
 class AsyncTokens:

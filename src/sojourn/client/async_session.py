@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Literal, overload
 
 import msgspec
@@ -15,6 +15,7 @@ from sojourn.client.async_process import AsyncProcess
 from sojourn.client.async_transport import AsyncTransport, content_of
 from sojourn.client.core_commands import Command, ExecResult
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
+from sojourn.client.listings import Listing
 from sojourn.errors import SojournError
 from sojourn.wire.api import DiffInfo, EventInfo, SessionInfo, SnapshotInfo, VerifyReport
 from sojourn.wire.code import CodeResult
@@ -309,21 +310,19 @@ class AsyncSession:
         return await self._transport.run(core_sessions.verify(self.id, name))
 
     @overload
-    def events(
-        self, *, after: int = 0, follow: Literal[False] = False
-    ) -> Awaitable[list[EventInfo]]: ...
+    def events(self, *, after: int = 0, follow: Literal[False] = False) -> Listing[EventInfo]: ...
 
     @overload
     def events(self, *, after: int = 0, follow: Literal[True]) -> AsyncIterator[EventInfo]: ...
 
     def events(
         self, *, after: int = 0, follow: bool = False
-    ) -> Awaitable[list[EventInfo]] | AsyncIterator[EventInfo]:
-        """Who did what to it: events with a `seq` above `after` (awaited). With `follow` an
-        asynchronous iterator that also gives those to come."""
+    ) -> Listing[EventInfo] | AsyncIterator[EventInfo]:
+        """Who did what to it: events with a `seq` above `after`, to be awaited or gone through
+        with `async for`. With `follow` an iterator that also gives those to come."""
         if follow:
             return self._transport.stream(core_files.event_source(self.id, after))
-        return self._transport.run(core_sessions.events(self.id, after))
+        return Listing(lambda: self._transport.run(core_sessions.events(self.id, after)))
 
     @contextlib.asynccontextmanager
     async def turn(self, label: str | None = None) -> AsyncIterator[AsyncTurn]:

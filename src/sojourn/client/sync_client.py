@@ -120,7 +120,7 @@ class Sessions:
         labels: Labels | None = None,
         limit: int | None = None,
     ) -> list[Session]:
-        """Sessions, oldest first: in `state`, with all `labels`, at most `limit` (None: all)."""
+        """Sessions, newest first: in `state`, with all `labels`, at most `limit` (None: all)."""
         plan = core_sessions.list_sessions(state=state, labels=labels, limit=limit)
         return [Session(self._transport, info) for info in self._transport.run(plan)]
 
