@@ -25,6 +25,7 @@
 #define DYING_LOOK (2 * MS)
 #define CHASE (500 * MS)
 #define READ_BUDGET (256u << 10)
+#define PIPE_MOST (1u << 20) /* most that a pipe holds */
 #define SHOWN_ARGV 16384
 
 struct process *processes;
@@ -469,9 +470,10 @@ static void ended(struct process *p, int status)
     processes_ended++;
     loop_close(&p->in);
     bytes_free(&p->in_queue);
-    /* What the process itself wrote is in the pipes by now. */
-    stream_fill(&p->out, SIZE_MAX);
-    stream_fill(&p->err, SIZE_MAX);
+    /* What the process itself wrote is in the pipes by now; what a child that lives on writes
+     * meanwhile could keep this reading for ever. */
+    stream_fill(&p->out, PIPE_MOST);
+    stream_fill(&p->err, PIPE_MOST);
     p->last_data = p->ended_at;
     settle(p, p->ended_at);
     process_dirty(p);

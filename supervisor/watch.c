@@ -47,7 +47,8 @@ static unsigned watch_count;
 
 static void push(struct watch *watch, char kind, const char *path, bool directory)
 {
-    if (watch->after - watch->first >= EVENTS_MOST - 1 && kind != 'o') {
+    /* The last place is for the word that the rest was lost; not even an overflow goes beyond. */
+    if (watch->after - watch->first >= EVENTS_MOST - 1) {
         if (watch->overflown)
             return;
         watch->overflown = true;

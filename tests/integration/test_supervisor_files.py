@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat as stats
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -414,6 +415,22 @@ async def test_a_watch_that_lost_events_says_so(
         if event.kind == "overflow":
             break
     await stream.aclose()  # type: ignore[attr-defined]
+
+
+@hosted()
+async def test_a_watch_over_more_directories_than_it_can_see_says_so_and_lives(
+    guest: GuestLink, _: HostedSupervisor, base: Path
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        for number in range(13000):
+            Path(name, f"d{number}").mkdir()
+        stream = guest.watch(raw(name), recursive=True)
+        async for event in stream:
+            if event.kind != "overflow":
+                break
+            Path(name, "probe").touch()
+        await stream.aclose()  # type: ignore[attr-defined]
+    assert event.path == raw(name) + b"/probe"
 
 
 @hosted()
