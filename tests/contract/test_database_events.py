@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from database_cases import CONNECTORS, Harness, make_session
 
 from sojourn.database import Database, Event
 from sojourn.database.writes import AppendEvent, LinkEvent
 from sojourn.errors import NotFound, SessionNotFound, Unreachable
+from support.databases import CONNECTORS, Harness, insert_session, make_session
 
 
 @pytest.fixture(params=CONNECTORS)
@@ -20,8 +20,8 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
 
 def test_events_are_numbered_per_session_in_the_order_of_the_calls(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        one = await db.insert_session(make_session())
-        two = await db.insert_session(make_session())
+        one = await insert_session(db, make_session())
+        two = await insert_session(db, make_session())
         futures = []
         for n in range(50):
             durable = n % 7 == 0
@@ -53,7 +53,7 @@ def test_an_event_reads_back_equal_after_reopening(database: Harness) -> None:
     )
 
     async def write(db: Database) -> None:
-        await db.insert_session(session)
+        await insert_session(db, session)
         await db.append_event(
             AppendEvent(
                 session.id,
@@ -77,7 +77,7 @@ def test_an_event_reads_back_equal_after_reopening(database: Harness) -> None:
 
 def test_events_are_read_in_parts_and_by_kind(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         for n in range(10):
             await db.append_event(AppendEvent(session.id, "turn" if n % 2 else "files"))
         part = await db.list_events(session.id, after=3, limit=4)
@@ -99,7 +99,7 @@ def test_an_event_needs_its_session(database: Harness) -> None:
 
 def test_snapshots_are_named_on_an_event_later(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         sequence = await db.append_event(AppendEvent(session.id, "turn", before="snp_a"))
         await db.commit([LinkEvent(session.id, sequence, after="snp_b")])
         (event,) = await db.list_events(session.id)
@@ -112,8 +112,8 @@ def test_snapshots_are_named_on_an_event_later(database: Harness) -> None:
 
 def test_followers_get_everything_once_and_in_order(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
-        other = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
+        other = await insert_session(db, make_session())
         for _ in range(3):
             await db.append_event(AppendEvent(session.id, "turn"))
 
@@ -142,7 +142,7 @@ def test_followers_are_woken_by_events_of_a_commit_and_ended_by_closing(
     database: Harness,
 ) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         stream = db.follow_events(session.id)
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0.05)
@@ -162,7 +162,7 @@ def test_a_follower_with_nothing_to_follow_does_not_read_again_and_again(
     database: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         reads = 0
         read = db.list_events
 

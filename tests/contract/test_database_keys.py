@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from database_cases import CONNECTORS, Harness, make_session
 
 from sojourn.database import Database
 from sojourn.errors import SessionBusy
+from support.databases import CONNECTORS, Harness, insert_session, make_session
 
 
 @pytest.fixture(params=CONNECTORS)
@@ -18,7 +18,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
 
 def test_a_key_names_its_operation_for_its_tenant_alone(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         assert await db.keyed_operation(session.tenant, "once") is None
         operation, _ = await db.begin(
             tenant=session.tenant,
@@ -40,7 +40,7 @@ def test_a_key_names_its_operation_for_its_tenant_alone(database: Harness) -> No
 
 def test_a_deletion_does_not_supersede_a_deletion(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         facts = {"tenant": session.tenant, "session": session.id, "request": {}, "server": "srv"}
         first, _ = await db.begin(verb="delete", supersede=True, **facts)
         with pytest.raises(SessionBusy) as refused:

@@ -5,12 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from database_cases import CONNECTORS, RUNNING, Harness, make_session, make_snapshot
 
 from sojourn.database import Database
 from sojourn.database.writes import InsertSnapshot, UpdateSession, UpdateSnapshot
 from sojourn.errors import Conflict, InvalidRequest, SessionNotFound, SnapshotNotFound
 from sojourn.model import SessionState, SnapshotKind
+from support.databases import (
+    CONNECTORS,
+    RUNNING,
+    Harness,
+    insert_session,
+    insert_snapshot,
+    make_session,
+    make_snapshot,
+    update_session,
+)
 
 
 @pytest.fixture(params=CONNECTORS)
@@ -38,8 +47,8 @@ def test_a_snapshot_reads_back_equal(database: Harness) -> None:
     )
 
     async def write(db: Database) -> None:
-        await db.insert_session(session)
-        await db.insert_snapshot(snapshot)
+        await insert_session(db, session)
+        await insert_snapshot(db, snapshot)
 
     async def read(db: Database) -> None:
         assert await db.get_snapshot("ten_a", snapshot.id, hidden=True) == snapshot
@@ -55,14 +64,14 @@ def test_a_snapshot_needs_its_session_and_parent_and_exists_once(database: Harne
     async def scenario(db: Database) -> None:
         session = make_session()
         with pytest.raises(SessionNotFound):
-            await db.insert_snapshot(make_snapshot(session))
-        await db.insert_session(session)
+            await insert_snapshot(db, make_snapshot(session))
+        await insert_session(db, session)
         with pytest.raises(SnapshotNotFound):
-            await db.insert_snapshot(make_snapshot(session, parent="snp_none"))
+            await insert_snapshot(db, make_snapshot(session, parent="snp_none"))
         snapshot = make_snapshot(session)
-        await db.insert_snapshot(snapshot)
+        await insert_snapshot(db, snapshot)
         with pytest.raises(Conflict):
-            await db.insert_snapshot(snapshot)
+            await insert_snapshot(db, snapshot)
         assert await db.list_snapshots(session.id) == [snapshot]
 
     database.run(scenario)
@@ -70,7 +79,7 @@ def test_a_snapshot_needs_its_session_and_parent_and_exists_once(database: Harne
 
 def test_the_tree_is_listed_with_parents_before_children(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         root = make_snapshot(session, created_at=100.0)
         # The clock went back between these two.
         child = make_snapshot(session, parent=root.id, created_at=50.0)
@@ -83,28 +92,29 @@ def test_the_tree_is_listed_with_parents_before_children(database: Harness) -> N
         for snapshot in listed:
             if snapshot.parent:
                 assert order.index(snapshot.parent) < order.index(snapshot.id)
-        assert [s.id for s in await db.children(root.id)] == [child.id, branch.id]
 
     database.run(scenario)
 
 
-def test_hidden_ones_are_listed_only_when_asked_for(database: Harness) -> None:
+def test_hidden_ones_are_found_only_when_asked_for(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         snapshot = make_snapshot(session)
-        await db.insert_snapshot(snapshot)
+        await insert_snapshot(db, snapshot)
         await db.update_snapshot(snapshot.id, hidden=True)
         assert await db.list_snapshots(session.id) == []
-        assert [s.id for s in await db.list_snapshots(session.id, hidden=True)] == [snapshot.id]
+        with pytest.raises(SnapshotNotFound):
+            await db.get_snapshot(None, snapshot.id)
+        assert (await db.get_snapshot(None, snapshot.id, hidden=True)).hidden
 
     database.run(scenario)
 
 
 def test_labels_and_thinning_change_and_nothing_else_can(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         snapshot = make_snapshot(session)
-        await db.insert_snapshot(snapshot)
+        await insert_snapshot(db, snapshot)
         thinned = await db.update_snapshot(
             snapshot.id,
             label="x",
@@ -128,7 +138,7 @@ def test_labels_and_thinning_change_and_nothing_else_can(database: Harness) -> N
 
 def test_what_is_needed_cannot_be_deleted_and_becomes_removable_later(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         root = make_snapshot(session)
         child = make_snapshot(session, parent=root.id)
         await db.commit(
@@ -144,20 +154,22 @@ def test_what_is_needed_cannot_be_deleted_and_becomes_removable_later(database: 
         await db.update_snapshot(root.id, hidden=True)
         await db.update_snapshot(child.id, hidden=True)
         assert await ids(db) == set()
-        await db.update_session(session.id, expect_state={RUNNING}, expect_epoch=1, head=None)
+        await update_session(db, session.id, expect_state={RUNNING}, expect_epoch=1, head=None)
         assert await ids(db) == {child.id}
         assert await db.delete_snapshot(child.id)
         assert await ids(db) == {root.id}
         assert await db.delete_snapshot(root.id)
         assert not await db.delete_snapshot(root.id)
-        assert await db.list_snapshots(session.id, hidden=True) == []
+        for gone in (root, child):
+            with pytest.raises(SnapshotNotFound):
+                await db.get_snapshot(None, gone.id, hidden=True)
 
     database.run(scenario)
 
 
 def test_a_live_fork_keeps_the_snapshots_of_its_deleted_parent(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        parent = await db.insert_session(make_session())
+        parent = await insert_session(db, make_session())
         root = make_snapshot(parent)
         point = make_snapshot(parent, parent=root.id)
         aside = make_snapshot(parent, parent=root.id)
@@ -167,8 +179,8 @@ def test_a_live_fork_keeps_the_snapshots_of_its_deleted_parent(database: Harness
                 UpdateSession(parent.id, {RUNNING}, 1, {"head": aside.id}),
             ]
         )
-        child = await db.insert_session(
-            make_session(parent_session=parent.id, forked_from=point.id, head=point.id)
+        child = await insert_session(
+            db, make_session(parent_session=parent.id, forked_from=point.id, head=point.id)
         )
         assert await ids(db) == set()
         deleted = {"state": SessionState.DELETED}
@@ -195,9 +207,9 @@ def test_a_live_fork_keeps_the_snapshots_of_its_deleted_parent(database: Harness
 
 def test_a_deleted_session_is_kept_as_long_as_its_snapshots(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         snapshot = make_snapshot(session)
-        await db.insert_snapshot(snapshot)
+        await insert_snapshot(db, snapshot)
         await db.commit([UpdateSession(session.id, {RUNNING}, 1, {"state": SessionState.DELETED})])
         assert (await db.prune(session.created_at + 3600, sessions_after=0.0)).sessions == 0
         await db.delete_snapshot(snapshot.id)
@@ -209,12 +221,12 @@ def test_a_deleted_session_is_kept_as_long_as_its_snapshots(database: Harness) -
 
 def test_references_name_every_layer_and_image_of_every_snapshot(database: Harness) -> None:
     async def scenario(db: Database) -> None:
-        session = await db.insert_session(make_session())
+        session = await insert_session(db, make_session())
         one = make_snapshot(session, layers=["base", "a"], image="i1")
         two = make_snapshot(session, layers=["base", "a", "b"], image=None)
         hidden = make_snapshot(session, layers=["c"], image="i2", hidden=True)
         for snapshot in (one, two, hidden):
-            await db.insert_snapshot(snapshot)
+            await insert_snapshot(db, snapshot)
         found = await db.references()
         assert (found.layers, found.images) == ({"base", "a", "b", "c"}, {"i1", "i2"})
         await db.delete_snapshot(hidden.id)

@@ -9,7 +9,6 @@ import os
 import shutil
 import sqlite3
 import subprocess
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,35 +19,13 @@ from sojourn.database import Database, open_database
 from sojourn.database.sqlite import migrate, reserve
 from sojourn.database.writes import AppendEvent, FinishOperation, UpdateSession
 from sojourn.errors import HostUnfit, IntegrityError, StorageFull, Unreachable, Unsupported
-from sojourn.model import Limits, Policy, Session, SessionState, new_id
+from sojourn.model import Session, SessionState
+from support import databases
+from support.databases import flaws, insert_session
 
 
 def make_session(name: str, **fields: Any) -> Session:
-    now = time.time()
-    values: dict[str, Any] = {
-        "id": new_id("ses"),
-        "tenant": "ten_a",
-        "name": name,
-        "labels": {},
-        "template": "base",
-        "env": {},
-        "limits": Limits(),
-        "policy": Policy(),
-        "driver": "gvisor",
-        "state": SessionState.RUNNING,
-        "epoch": 1,
-        "head": None,
-        "parent_session": None,
-        "forked_from": None,
-        "sandbox": None,
-        "node": None,
-        "idle_deadline": 100.0,
-        "lifetime_deadline": None,
-        "cause": None,
-        "created_at": now,
-        "updated_at": now,
-    }
-    return Session(**(values | fields))
+    return databases.make_session(**({"name": name, "idle_deadline": 100.0} | fields))
 
 
 def run(path: Path, scenario: Callable[[Database], Awaitable[Any]]) -> Any:
@@ -103,7 +80,7 @@ def test_a_full_disk_refuses_changes_and_keeps_what_was_acknowledged(small_disk:
     path = small_disk / "sojourn.db"
 
     async def fill(db: Database) -> tuple[str, int]:
-        session = await db.insert_session(make_session("box"))
+        session = await insert_session(db, make_session("box"))
         acknowledged = 0
         with pytest.raises(StorageFull) as full:
             for _ in range(10_000):
@@ -120,7 +97,7 @@ def test_a_full_disk_refuses_changes_and_keeps_what_was_acknowledged(small_disk:
         ballast = take_all_room(small_disk)
         # Many at once, and what needs no sync, are refused alike, and reads go on.
         refused = await asyncio.gather(
-            *[db.insert_session(make_session(f"n{n}", env={"X": "z" * 9000})) for n in range(20)],
+            *[insert_session(db, make_session(f"n{n}", env={"X": "z" * 9000})) for n in range(20)],
             db.append_event(AppendEvent(session.id, "turn", details={"output": "y" * 9000})),
             return_exceptions=True,
         )
@@ -137,7 +114,7 @@ def test_a_full_disk_refuses_changes_and_keeps_what_was_acknowledged(small_disk:
     id, acknowledged = run(path, fill)
 
     async def read(db: Database) -> None:
-        assert await db.check() == []
+        assert flaws(path) == []
         events = await db.list_events(id, limit=10_000)
         assert [event.sequence for event in events] == list(range(1, acknowledged + 1))
 
@@ -160,7 +137,7 @@ def test_touches_that_found_no_room_are_written_when_there_is_some(small_disk: P
     path = small_disk / "sojourn.db"
 
     async def scenario(db: Database) -> str:
-        session = await db.insert_session(make_session("box"))
+        session = await insert_session(db, make_session("box"))
         padding = "y" * 4000
         with pytest.raises(StorageFull):
             for _ in range(10_000):
@@ -188,13 +165,13 @@ def test_on_a_full_disk_sessions_can_still_be_deleted(
 
     async def scenario(db: Database) -> None:
         disk = tmp_path / "disk"
-        session = await db.insert_session(make_session("box"))
+        session = await insert_session(db, make_session("box"))
         kept = disk / "sojourn.db.reserve"
         assert kept.stat().st_size == 256 << 10
         ballast = take_all_room(disk)
         with pytest.raises(StorageFull):
             for n in range(1000):
-                await db.insert_session(make_session(f"n{n}", env={"X": "z" * 9000}))
+                await insert_session(db, make_session(f"n{n}", env={"X": "z" * 9000}))
         assert kept.exists(), "what needs new space must not use the reserve"
         hanging, _ = await db.begin(
             tenant="ten_a",
@@ -215,8 +192,8 @@ def test_on_a_full_disk_sessions_can_still_be_deleted(
         )
         assert not kept.exists()
         ballast.unlink()
-        await db.insert_session(make_session("box"))
-        await db.set_setting("written", "after the reserve was renewed")
+        await insert_session(db, make_session("box"))
+        await insert_session(db, make_session("written after the reserve was renewed"))
         assert kept.stat().st_blocks * 512 >= 256 << 10
 
     with small(tmp_path / "disk") as disk:
@@ -233,7 +210,7 @@ def sound(tmp_path: Path) -> Path:
 
     async def fill(db: Database) -> None:
         for n in range(20):
-            session = await db.insert_session(make_session(f"n{n}", env={"X": "x" * 2000}))
+            session = await insert_session(db, make_session(f"n{n}", env={"X": "x" * 2000}))
             await db.append_event(AppendEvent(session.id, "turn"))
 
     run(path, fill)
@@ -297,7 +274,7 @@ def test_a_log_cut_short_loses_only_what_it_no_longer_holds(tmp_path: Path) -> N
     path = tmp_path / "sojourn.db"
 
     async def fill(db: Database) -> None:
-        session = await db.insert_session(make_session("box"))
+        session = await insert_session(db, make_session("box"))
         for _ in range(50):
             await db.append_event(AppendEvent(session.id, "turn"))
         # As a power cut would leave it: the log with a torn end, nothing merged.
@@ -309,7 +286,7 @@ def test_a_log_cut_short_loses_only_what_it_no_longer_holds(tmp_path: Path) -> N
     os.truncate(log, log.stat().st_size - 1000)
 
     async def read(db: Database) -> None:
-        assert await db.check() == []
+        assert flaws(tmp_path / "copy") == []
         session = await db.get_session("ten_a", "box")
         events = await db.list_events(session.id)
         assert 40 <= len(events) < 50
@@ -362,7 +339,7 @@ def test_a_migration_that_fails_changes_nothing(
     monkeypatch.undo()
 
     async def read(db: Database) -> None:
-        assert await db.check() == []
+        assert flaws(sound) == []
         assert len((await db.list_sessions("ten_a")).items) == 20
 
     run(sound, read)
@@ -385,7 +362,7 @@ def test_a_lock_that_another_process_does_not_give_back_is_reported(
         other.execute("BEGIN IMMEDIATE")
         try:
             refused = await asyncio.gather(
-                *[db.insert_session(make_session(f"new{n}")) for n in range(5)],
+                *[insert_session(db, make_session(f"new{n}")) for n in range(5)],
                 return_exceptions=True,
             )
             assert {type(error) for error in refused} == {Unreachable}
@@ -394,7 +371,7 @@ def test_a_lock_that_another_process_does_not_give_back_is_reported(
         finally:
             other.execute("ROLLBACK")
             other.close()
-        await db.insert_session(make_session("new"))
+        await insert_session(db, make_session("new"))
 
     run(sound, scenario)
 

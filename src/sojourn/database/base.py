@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from sojourn.database.records import (
@@ -23,8 +22,6 @@ from sojourn.database.records import (
     Pruned,
     References,
     Role,
-    SandboxRecord,
-    SandboxState,
     SessionPage,
     SnapshotRecord,
     Tenant,
@@ -43,12 +40,6 @@ class Database(Protocol):
     async def close(self) -> None:
         """Write what is pending and let go. Idempotent."""
 
-    async def check(self) -> list[str]:
-        """Read everything and name what is damaged (empty: sound)."""
-
-    async def backup(self, target: Path) -> None:
-        """Write a consistent copy to a new file. Raises InvalidRequest when it exists."""
-
     # -- changes ----------------------------------------------------------------------------
     async def commit(self, writes: Sequence[Write], *, durable: bool = True) -> list[Any]:
         """Apply all in order, in one transaction, or none; one result per write.
@@ -58,9 +49,6 @@ class Database(Protocol):
         """
 
     # -- sessions ---------------------------------------------------------------------------
-    async def insert_session(self, session: Session) -> Session:
-        """Raises NameTaken; names of deleted sessions are free."""
-
     async def get_session(self, tenant: str | None, id_or_name: str) -> Session:
         """A live session by id or name. Raises SessionNotFound, also for deleted ones."""
 
@@ -79,16 +67,6 @@ class Database(Protocol):
         sessions that come and go in between neither repeat nor hide others.
         Raises InvalidRequest for a bad cursor."""
 
-    async def update_session(
-        self,
-        id: str,
-        *,
-        expect_state: Collection[SessionState],
-        expect_epoch: int,
-        **changes: Any,
-    ) -> Session:
-        """The compare-and-swap; see `writes.UpdateSession`."""
-
     async def count_sessions(self, tenant: str | None = None) -> dict[SessionState, int]:
         """How many sessions are in each state (every state is a key)."""
 
@@ -102,22 +80,14 @@ class Database(Protocol):
         """Sessions something must happen to: running or paused ones with a deadline that has come,
         and suspended or failed ones whose lifetime is over and whose policy says delete."""
 
-    async def next_deadline(self) -> float | None:
-        """When the next session becomes due."""
-
     # -- snapshots --------------------------------------------------------------------------
-    async def insert_snapshot(self, snapshot: SnapshotRecord) -> None: ...
-
     async def get_snapshot(
         self, tenant: str | None, id: str, *, hidden: bool = False
     ) -> SnapshotRecord:
         """Raises SnapshotNotFound; hidden ones are found only when asked for."""
 
-    async def list_snapshots(self, session: str, *, hidden: bool = False) -> list[SnapshotRecord]:
-        """The session's tree, oldest first, parents before children."""
-
-    async def children(self, snapshot: str) -> list[SnapshotRecord]:
-        """Snapshots (of any session, hidden ones too) whose parent it is."""
+    async def list_snapshots(self, session: str) -> list[SnapshotRecord]:
+        """The session's tree without hidden ones, oldest first, parents before children."""
 
     async def update_snapshot(self, id: str, **changes: Any) -> SnapshotRecord:
         """See `writes.UpdateSnapshot`."""
@@ -177,13 +147,8 @@ class Database(Protocol):
     async def keyed_operation(self, tenant: str, key: str) -> Operation | None:
         """The operation an idempotency key stands for, as long as the key is remembered."""
 
-    async def unfinished_operations(
-        self, *, session: str | None = None, server: str | None = None
-    ) -> list[Operation]:
+    async def unfinished_operations(self) -> list[Operation]:
         """Oldest first."""
-
-    async def list_operations(self, session: str, *, limit: int = 100) -> list[Operation]:
-        """The session's operations, newest first."""
 
     # -- events -----------------------------------------------------------------------------
     def append_event(self, event: AppendEvent, *, durable: bool = False) -> asyncio.Future[int]:
@@ -197,21 +162,6 @@ class Database(Protocol):
 
     def follow_events(self, session: str, *, after: int = 0) -> AsyncIterator[Event]:
         """All events from there on, in order, without a gap, waiting for new ones for ever."""
-
-    # -- sandboxes --------------------------------------------------------------------------
-    async def put_sandbox(self, sandbox: SandboxRecord) -> None:
-        """See `writes.PutSandbox`. Durable: written before the sandbox is started."""
-
-    async def set_sandbox_state(self, id: str, state: SandboxState) -> bool: ...
-
-    async def get_sandbox(self, id: str) -> SandboxRecord | None: ...
-
-    async def list_sandboxes(
-        self, *, node: str | None = None, session: str | None = None
-    ) -> list[SandboxRecord]: ...
-
-    async def delete_sandbox(self, id: str) -> bool:
-        """Idempotent; answers whether there was one."""
 
     # -- tenants and tokens -----------------------------------------------------------------
     async def create_tenant(self, name: str) -> Tenant:
@@ -236,11 +186,7 @@ class Database(Protocol):
 
     async def list_tokens(self, tenant: str | None = None) -> list[Token]: ...
 
-    # -- settings and retention -------------------------------------------------------------
-    async def get_setting(self, key: str) -> str | None: ...
-
-    async def set_setting(self, key: str, value: str) -> None: ...
-
+    # -- identity and retention -------------------------------------------------------------
     async def server_id(self) -> str:
         """The id of this installation, made at the first call and kept."""
 

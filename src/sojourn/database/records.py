@@ -121,31 +121,6 @@ class Event(msgspec.Struct, frozen=True):
     operation: str | None
 
 
-class SandboxState(enum.StrEnum):
-    """What the node was last known to be doing with a sandbox."""
-
-    PLACING = "placing"
-    LIVE = "live"
-    ENDING = "ending"
-
-
-class SandboxRecord(msgspec.Struct, frozen=True):
-    """A sandbox that may exist on a node, for the reconciler to adopt or reap.
-
-    `spec` is the driver's specification as plain JSON values, enough to find and end it.
-    """
-
-    id: str
-    session: str
-    epoch: int
-    node: str
-    driver: str
-    directory: str
-    spec: dict[str, Any]
-    state: SandboxState
-    created_at: float
-
-
 class SessionPage(msgspec.Struct, frozen=True):
     """A part of a list of sessions, newest first. `next` is the cursor of the rest, or None."""
 

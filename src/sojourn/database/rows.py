@@ -18,7 +18,6 @@ import msgspec
 from sojourn.database.records import (
     Event,
     Operation,
-    SandboxRecord,
     SnapshotRecord,
     Tenant,
     Token,
@@ -121,7 +120,6 @@ SESSIONS = Rows(Session)
 SNAPSHOTS = Rows(SnapshotRecord)
 OPERATIONS = Rows(Operation)
 EVENTS = Rows(Event)
-SANDBOXES = Rows(SandboxRecord)
 TENANTS = Rows(Tenant)
 TOKENS = Rows(Token)
 
@@ -132,7 +130,6 @@ PLACEHOLDERS = {
         ("snapshot", SNAPSHOTS),
         ("operation", OPERATIONS),
         ("event", EVENTS),
-        ("sandbox", SANDBOXES),
         ("tenant", TENANTS),
         ("token", TOKENS),
     )

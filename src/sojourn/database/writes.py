@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sojourn.database.records import SandboxRecord, SandboxState, SnapshotRecord
+from sojourn.database.records import SnapshotRecord
 from sojourn.errors import ErrorBody
 from sojourn.model.sessions import Session, SessionState
 
@@ -99,26 +99,6 @@ class LinkEvent(msgspec.Struct, frozen=True):
     after: str | None = None
 
 
-class PutSandbox(msgspec.Struct, frozen=True):
-    """-> None. Raises StaleEpoch when the session has another epoch, Conflict when it has another
-    sandbox that is not ending. Putting the same id again replaces it."""
-
-    sandbox: SandboxRecord
-
-
-class SetSandboxState(msgspec.Struct, frozen=True):
-    """-> bool: whether there is such a sandbox."""
-
-    id: str
-    state: SandboxState
-
-
-class DeleteSandbox(msgspec.Struct, frozen=True):
-    """-> bool: whether there was one. Idempotent."""
-
-    id: str
-
-
 Write = (
     InsertSession
     | UpdateSession
@@ -129,7 +109,4 @@ Write = (
     | FinishOperation
     | AppendEvent
     | LinkEvent
-    | PutSandbox
-    | SetSandboxState
-    | DeleteSandbox
 )

@@ -1,4 +1,4 @@
-"""Tenants, tokens and settings: the rows that belong to no session.
+"""Tenants, tokens and the id of the installation: the rows that belong to no session.
 
 Guarantee: a token's secret is stored only as a hash; a revoked one is refused from the next call
 on, since every verification reads the database.
@@ -89,21 +89,11 @@ class Accounts:
         rows = await self._reader.select("list_tokens", {"tenant": tenant})
         return [TOKENS.read(row) for row in rows]
 
-    # -- settings and retention -------------------------------------------------------------
-    async def get_setting(self, key: str) -> str | None:
-        rows = self._reader.lookup("get_setting", {"key": key})
-        return rows[0][0] if rows else None
-
-    async def set_setting(self, key: str, value: str) -> None:
-        def work(connection: sqlite3.Connection) -> None:
-            run(connection, "set_setting", {"key": key, "value": value})
-
-        await self._writer.submit(work, durable=True)
-
+    # -- identity ---------------------------------------------------------------------------
     async def server_id(self) -> str:
-        found = await self.get_setting("server_id")
-        if found is not None:
-            return found
+        found = self._reader.lookup("get_setting", {"key": "server_id"})
+        if found:
+            return str(found[0][0])
 
         def work(connection: sqlite3.Connection) -> str:
             run(connection, "set_setting_once", {"key": "server_id", "value": new_id("srv")})

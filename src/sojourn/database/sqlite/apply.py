@@ -15,7 +15,7 @@ from typing import Any
 from sojourn.database import writes
 from sojourn.database.queries import Queries
 from sojourn.database.records import Operation, OperationState, SnapshotRecord
-from sojourn.database.rows import OPERATIONS, SANDBOXES, SESSIONS, SNAPSHOTS, encode_json
+from sojourn.database.rows import OPERATIONS, SESSIONS, SNAPSHOTS, encode_json
 from sojourn.errors import (
     Conflict,
     InvalidRequest,
@@ -272,44 +272,6 @@ def link_event(connection: sqlite3.Connection, item: writes.LinkEvent) -> None:
         raise NotFound(f"session {item.session} has no event {item.sequence}")
 
 
-# -- sandboxes ------------------------------------------------------------------------------
-
-
-def put_sandbox(connection: sqlite3.Connection, item: writes.PutSandbox) -> None:
-    sandbox = item.sandbox
-    rows = run(connection, "session_epoch", {"session": sandbox.session})
-    if not rows:
-        raise SessionNotFound(f"session {sandbox.session} does not exist", session=sandbox.session)
-    if rows[0][0] != sandbox.epoch:
-        raise StaleEpoch(
-            f"session {sandbox.session} is at epoch {rows[0][0]}, the sandbox at {sandbox.epoch}",
-            session=sandbox.session,
-            epoch=rows[0][0],
-            expected=sandbox.epoch,
-        )
-    try:
-        cursor = connection.execute(QUERIES["put_sandbox"], SANDBOXES.write(sandbox))
-    except sqlite3.IntegrityError as error:
-        if "sandboxes.session" in str(error):
-            raise Conflict(
-                f"session {sandbox.session} has another sandbox", session=sandbox.session
-            ) from error
-        raise
-    if cursor.rowcount == 0:
-        raise Conflict(f"sandbox {sandbox.id} belongs to another session", sandbox=sandbox.id)
-
-
-def set_sandbox_state(connection: sqlite3.Connection, item: writes.SetSandboxState) -> bool:
-    try:
-        return bool(run(connection, "set_sandbox_state", {"id": item.id, "state": str(item.state)}))
-    except sqlite3.IntegrityError as error:
-        raise Conflict("the session has another sandbox", sandbox=item.id) from error
-
-
-def delete_sandbox(connection: sqlite3.Connection, item: writes.DeleteSandbox) -> bool:
-    return bool(run(connection, "delete_sandbox", {"id": item.id}))
-
-
 _PERFORM: dict[type, Callable[[sqlite3.Connection, Any], Any]] = {
     writes.InsertSession: insert_session,
     writes.UpdateSession: update_session,
@@ -320,7 +282,4 @@ _PERFORM: dict[type, Callable[[sqlite3.Connection, Any], Any]] = {
     writes.FinishOperation: finish_operation,
     writes.AppendEvent: append_event,
     writes.LinkEvent: link_event,
-    writes.PutSandbox: put_sandbox,
-    writes.SetSandboxState: set_sandbox_state,
-    writes.DeleteSandbox: delete_sandbox,
 }

@@ -26,15 +26,12 @@ from sojourn.database.records import (
     Operation,
     Pruned,
     References,
-    SandboxRecord,
-    SandboxState,
     SessionPage,
     SnapshotRecord,
 )
 from sojourn.database.rows import (
     EVENTS,
     OPERATIONS,
-    SANDBOXES,
     SESSIONS,
     SNAPSHOTS,
     encode_json,
@@ -109,32 +106,6 @@ class SqliteDatabase(Accounts):
             await self._reader.close()
             await self._writer.close()
 
-    async def check(self) -> list[str]:
-        def work(connection: sqlite3.Connection) -> list[str]:
-            found = [row[0] for row in connection.execute("PRAGMA integrity_check")]
-            found = [] if found == ["ok"] else found
-            for table, row, parent, _ in connection.execute("PRAGMA foreign_key_check"):
-                found.append(f"row {row} of {table} refers to a missing row of {parent}")
-            return found
-
-        return await self._reader.call(work)
-
-    async def backup(self, target: Path) -> None:
-        def work(connection: sqlite3.Connection) -> None:
-            if target.exists():
-                raise InvalidRequest(f"{target} exists already")
-            copy = sqlite3.connect(target)
-            try:
-                connection.backup(copy)
-            except sqlite3.Error:
-                target.unlink(missing_ok=True)
-                raise
-            finally:
-                copy.close()
-            target.chmod(0o600)
-
-        await self._reader.call(work)
-
     # -- changes ----------------------------------------------------------------------------
     async def commit(self, items: Sequence[writes.Write], *, durable: bool = True) -> list[Any]:
         items = tuple(items)
@@ -156,10 +127,6 @@ class SqliteDatabase(Accounts):
         return (await self.commit([item], durable=durable))[0]
 
     # -- sessions ---------------------------------------------------------------------------
-    async def insert_session(self, session: Session) -> Session:
-        stored: Session = await self._one(writes.InsertSession(session))
-        return stored
-
     async def get_session(self, tenant: str | None, id_or_name: str) -> Session:
         parameters = {"tenant": tenant, "key": id_or_name}
         rows = self._reader.lookup("find_session", parameters)
@@ -205,19 +172,6 @@ class SqliteDatabase(Accounts):
         found = [self._deadlines.seen(SESSIONS.read(row)) for row in rows[:limit]]
         return SessionPage(found, _cursor(found[-1]) if len(rows) > limit else None)
 
-    async def update_session(
-        self,
-        id: str,
-        *,
-        expect_state: Collection[SessionState],
-        expect_epoch: int,
-        **changes: Any,
-    ) -> Session:
-        updated: Session = await self._one(
-            writes.UpdateSession(id, expect_state, expect_epoch, changes)
-        )
-        return updated
-
     async def count_sessions(self, tenant: str | None = None) -> dict[SessionState, int]:
         rows = await self._reader.select("count_sessions", {"tenant": tenant})
         return dict.fromkeys(SessionState, 0) | {SessionState(state): n for state, n in rows}
@@ -244,15 +198,7 @@ class SqliteDatabase(Accounts):
         # A session touched while this was read is not idle any more.
         return [session for session in found if _is_due(session, now)]
 
-    async def next_deadline(self) -> float | None:
-        await self._deadlines.flush()
-        value: float | None = (await self._reader.select("next_deadline", {}))[0][0]
-        return value
-
     # -- snapshots --------------------------------------------------------------------------
-    async def insert_snapshot(self, snapshot: SnapshotRecord) -> None:
-        await self._one(writes.InsertSnapshot(snapshot))
-
     async def get_snapshot(
         self, tenant: str | None, id: str, *, hidden: bool = False
     ) -> SnapshotRecord:
@@ -262,14 +208,9 @@ class SqliteDatabase(Accounts):
             raise SnapshotNotFound(f"snapshot {id} does not exist", snapshot=id)
         return SNAPSHOTS.read(rows[0])
 
-    async def list_snapshots(self, session: str, *, hidden: bool = False) -> list[SnapshotRecord]:
-        parameters = {"session": session, "hidden": hidden}
-        rows = await self._reader.select("list_snapshots", parameters)
+    async def list_snapshots(self, session: str) -> list[SnapshotRecord]:
+        rows = await self._reader.select("list_snapshots", {"session": session})
         return _parents_first([SNAPSHOTS.read(row) for row in rows])
-
-    async def children(self, snapshot: str) -> list[SnapshotRecord]:
-        rows = await self._reader.select("children", {"id": snapshot})
-        return [SNAPSHOTS.read(row) for row in rows]
 
     async def update_snapshot(self, id: str, **changes: Any) -> SnapshotRecord:
         updated: SnapshotRecord = await self._one(writes.UpdateSnapshot(id, changes))
@@ -367,16 +308,8 @@ class SqliteDatabase(Accounts):
         rows = self._reader.lookup("keyed_operation", parameters)
         return OPERATIONS.read(rows[0]) if rows else None
 
-    async def unfinished_operations(
-        self, *, session: str | None = None, server: str | None = None
-    ) -> list[Operation]:
-        parameters = {"session": session, "server": server}
-        rows = await self._reader.select("unfinished_operations", parameters)
-        return [OPERATIONS.read(row) for row in rows]
-
-    async def list_operations(self, session: str, *, limit: int = 100) -> list[Operation]:
-        parameters = {"session": session, "limit": limit}
-        rows = await self._reader.select("list_operations", parameters)
+    async def unfinished_operations(self) -> list[Operation]:
+        rows = await self._reader.select("unfinished_operations", {})
         return [OPERATIONS.read(row) for row in rows]
 
     # -- events -----------------------------------------------------------------------------
@@ -417,26 +350,6 @@ class SqliteDatabase(Accounts):
                     except TimeoutError:
                         continue
 
-    # -- sandboxes --------------------------------------------------------------------------
-    async def put_sandbox(self, sandbox: SandboxRecord) -> None:
-        await self._one(writes.PutSandbox(sandbox))
-
-    async def set_sandbox_state(self, id: str, state: SandboxState) -> bool:
-        return bool(await self._one(writes.SetSandboxState(id, state)))
-
-    async def get_sandbox(self, id: str) -> SandboxRecord | None:
-        rows = self._reader.lookup("get_sandbox", {"id": id})
-        return SANDBOXES.read(rows[0]) if rows else None
-
-    async def list_sandboxes(
-        self, *, node: str | None = None, session: str | None = None
-    ) -> list[SandboxRecord]:
-        rows = await self._reader.select("list_sandboxes", {"node": node, "session": session})
-        return [SANDBOXES.read(row) for row in rows]
-
-    async def delete_sandbox(self, id: str) -> bool:
-        return bool(await self._one(writes.DeleteSandbox(id)))
-
     # -- retention ------------------------------------------------------------------------------
     async def prune(
         self, now: float, *, operations_after: float = 7 * 86400.0, sessions_after: float = 86400.0
@@ -476,11 +389,7 @@ def _is_urgent(item: writes.Write) -> bool:
         return bool(item.changes.get("hidden") or item.changes.get("thinned"))
     return isinstance(
         item,
-        writes.SetStep
-        | writes.FinishOperation
-        | writes.SetSandboxState
-        | writes.DeleteSandbox
-        | writes.DeleteSnapshot,
+        writes.SetStep | writes.FinishOperation | writes.DeleteSnapshot,
     )
 
 

@@ -141,18 +141,3 @@ CREATE TABLE events (
     operation TEXT,
     PRIMARY KEY (session, sequence)
 ) WITHOUT ROWID;
-
-CREATE TABLE sandboxes (
-    id TEXT PRIMARY KEY,
-    session TEXT NOT NULL REFERENCES sessions (id) DEFERRABLE INITIALLY DEFERRED,
-    epoch INTEGER NOT NULL,
-    node TEXT NOT NULL,
-    driver TEXT NOT NULL,
-    directory TEXT NOT NULL,
-    spec TEXT NOT NULL,
-    state TEXT NOT NULL,
-    created_at REAL NOT NULL
-);
--- At most one sandbox per session that is not on its way out.
-CREATE UNIQUE INDEX sandboxes_of_session ON sandboxes (session) WHERE state <> 'ending';
-CREATE INDEX sandboxes_by_session ON sandboxes (session);

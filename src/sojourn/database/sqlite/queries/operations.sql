@@ -25,14 +25,8 @@ WHERE id = :id AND state IN ('pending', 'running')
 RETURNING {operation};
 
 -- name: unfinished_operations
-SELECT {operation} FROM operations
-WHERE state IN ('pending', 'running')
-    AND (:session IS NULL OR session = :session) AND (:server IS NULL OR server = :server)
+SELECT {operation} FROM operations WHERE state IN ('pending', 'running')
 ORDER BY created_at, id;
-
--- name: list_operations
-SELECT {operation} FROM operations WHERE session = :session
-ORDER BY created_at DESC, id DESC LIMIT :limit;
 
 -- name: prune_operations
 DELETE FROM operations

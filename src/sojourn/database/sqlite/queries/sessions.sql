@@ -54,21 +54,10 @@ WHERE (state IN ('running', 'paused') AND min(
 ORDER BY min(coalesce(idle_deadline, 9e999), coalesce(lifetime_deadline, 9e999)), id
 LIMIT :limit;
 
--- name: next_deadline
-SELECT min(deadline) FROM (
-    SELECT min(coalesce(idle_deadline, 9e999), coalesce(lifetime_deadline, 9e999)) AS deadline
-    FROM sessions WHERE state IN ('running', 'paused')
-    UNION ALL
-    SELECT lifetime_deadline FROM sessions
-    WHERE +state IN ('suspended', 'failed') AND lifetime_deadline IS NOT NULL
-        AND json_extract(policy, '$.on_expiry') = 'delete'
-) WHERE deadline < 9e999;
-
 -- name: prune_sessions
 DELETE FROM sessions
 WHERE state = 'deleted' AND updated_at < :before
     AND NOT EXISTS (SELECT 1 FROM snapshots WHERE snapshots.session = sessions.id)
-    AND NOT EXISTS (SELECT 1 FROM sandboxes WHERE sandboxes.session = sessions.id)
     AND NOT EXISTS (
         SELECT 1 FROM operations WHERE operations.session = sessions.id
             AND (operations.state IN ('pending', 'running') OR EXISTS (

@@ -10,10 +10,7 @@ WHERE id = :id AND (:tenant IS NULL OR tenant = :tenant) AND (:hidden OR NOT hid
 
 -- name: list_snapshots
 SELECT {snapshot} FROM snapshots
-WHERE session = :session AND (:hidden OR NOT hidden) ORDER BY created_at, id;
-
--- name: children
-SELECT {snapshot} FROM snapshots WHERE parent = :id ORDER BY created_at, id;
+WHERE session = :session AND NOT hidden ORDER BY created_at, id;
 
 -- name: update_snapshot
 UPDATE snapshots SET {assignments} WHERE id = :where_id RETURNING {snapshot};

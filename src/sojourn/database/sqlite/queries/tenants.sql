@@ -25,9 +25,5 @@ SELECT {token} FROM tokens WHERE :tenant IS NULL OR tenant = :tenant ORDER BY cr
 -- name: get_setting
 SELECT value FROM settings WHERE key = :key;
 
--- name: set_setting
-INSERT INTO settings (key, value) VALUES (:key, :value)
-ON CONFLICT (key) DO UPDATE SET value = excluded.value;
-
 -- name: set_setting_once
 INSERT INTO settings (key, value) VALUES (:key, :value) ON CONFLICT (key) DO NOTHING;

@@ -1,4 +1,4 @@
-"""What the database contract tests share: a database to run a scenario against, and records.
+"""What tests of the database share: one to run a scenario against, records, and single writes.
 
 Every test of the contract takes the `database` fixture, so that it runs on each connector.
 """
@@ -6,8 +6,10 @@ Every test of the contract takes the `database` fixture, so that it runs on each
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,11 +17,10 @@ import uvloop
 
 from sojourn.database import (
     Database,
-    SandboxRecord,
-    SandboxState,
     SnapshotRecord,
     open_database,
 )
+from sojourn.database.writes import InsertSession, InsertSnapshot, UpdateSession
 from sojourn.model import Limits, Policy, Session, SessionState, SnapshotKind, new_id
 
 T = TypeVar("T")
@@ -93,16 +94,44 @@ def make_snapshot(session: Session, **fields: Any) -> SnapshotRecord:
     return SnapshotRecord(**(values | fields))
 
 
-def make_sandbox(session: Session, **fields: Any) -> SandboxRecord:
-    values: dict[str, Any] = {
-        "id": new_id("sbx"),
-        "session": session.id,
-        "epoch": session.epoch,
-        "node": "local",
-        "driver": "gvisor",
-        "directory": "/var/lib/sojourn/sandboxes/x",
-        "spec": {"root": "/x/root", "limits": {"cpus": 2.0}, "argv": ["a"]},
-        "state": SandboxState.PLACING,
-        "created_at": time.time(),
-    }
-    return SandboxRecord(**(values | fields))
+# -- single writes ------------------------------------------------------------------------------
+
+
+async def insert_session(database: Database, session: Session) -> Session:
+    stored: Session = (await database.commit([InsertSession(session)]))[0]
+    return stored
+
+
+async def update_session(
+    database: Database,
+    id: str,
+    *,
+    expect_state: Collection[SessionState],
+    expect_epoch: int,
+    **changes: Any,
+) -> Session:
+    write = UpdateSession(id, expect_state, expect_epoch, changes)
+    updated: Session = (await database.commit([write]))[0]
+    return updated
+
+
+async def insert_snapshot(database: Database, snapshot: SnapshotRecord) -> None:
+    await database.commit([InsertSnapshot(snapshot)])
+
+
+# -- the file below the connector ---------------------------------------------------------------
+
+
+def flaws(path: Path) -> list[str]:
+    """What SQLite finds damaged or dangling in a file."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        found = [row[0] for row in connection.execute("PRAGMA integrity_check")]
+        dangling = [str(row) for row in connection.execute("PRAGMA foreign_key_check")]
+    return [line for line in found if line != "ok"] + dangling
+
+
+def operation_states(path: Path, session: str) -> dict[str, str]:
+    """All operations of a session that a file holds, oldest first: their states by id."""
+    query = "SELECT id, state FROM operations WHERE session = ? ORDER BY created_at, id"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        return dict(connection.execute(query, (session,)).fetchall())
