@@ -7,6 +7,9 @@ MAKEFLAGS += --no-print-directory
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
+# Much of a test is waiting for a sandbox: two workers keep two cores busy.
+PYTEST_WORKERS ?= 2
+
 .PHONY: help setup venv run test lint format lock clean bench
 
 help: ## Show this help
@@ -22,7 +25,7 @@ run: setup ## Run the demonstration from start to end
 	@$(BIN)/sojourn demo
 
 test: setup ## Run all tests (PYTEST_ARGS="-k name" to pick)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: venv ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
