@@ -17,6 +17,7 @@ from typing import Any
 from sojourn.model import new_id
 from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotConfig, SnapshotKind
 from sojourn.store import LocalStore, fingerprint
+from sojourn.store.views import View
 
 CONFIG = SnapshotConfig(template="base", env={"A": "1"}, user="root", cwd="/", hostname="box")
 
@@ -72,7 +73,7 @@ def _look_at(directory: int, name: bytes) -> tuple[Any, ...]:
 
 
 def seen_by_model(store: LocalStore, snapshot: Snapshot) -> Seen:
-    """What `LocalStore.merged` says of a snapshot, in the form of `look`."""
+    """What the store says of a snapshot without looking at a tree, in the form of `look`."""
     kinds = {
         "f": stat.S_IFREG,
         "d": stat.S_IFDIR,
@@ -83,7 +84,13 @@ def seen_by_model(store: LocalStore, snapshot: Snapshot) -> Seen:
         "b": stat.S_IFBLK,
     }
     seen: Seen = {}
-    for path, (_, entry) in store.merged(snapshot).items():
+    manifests = store._manifests(snapshot)
+    view = View(manifests)
+    for path in sorted({entry.path for manifest in manifests for entry in manifest.entries}):
+        found = view.lookup(path)
+        if found is None:
+            continue
+        entry = found[1]
         content: Any = None
         if entry.type == "f":
             content = hashlib.sha256(store.read_file(snapshot, b"/" + path)).digest()

@@ -107,7 +107,7 @@ class History:
                 apply(root, operation)
             view = look(root)
             copied = capture(self.store, upper)
-        if self.store.is_empty(upper):
+        if not any(upper.iterdir()):
             assert copied.entries == 0
             return  # adds nothing; the kernel refuses one directory twice in a mount
         assume(copied not in self.layers)

@@ -160,7 +160,7 @@ def test_images_manifests_and_sealing_on_a_full_disk(disk):
     before = [name for name in contents_of(store) if not name.startswith("staging/")]
     with filled(disk):
         with pytest.raises(StorageFull):
-            store.publish_image(staged, "driver", "runtime")
+            store.publish_image(staged, "driver", "runtime", [])
     assert not staged.exists(), "the failed image took its room with it"
     with filled(disk):
         with pytest.raises(StorageFull):

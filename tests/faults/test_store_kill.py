@@ -80,7 +80,7 @@ def work(root: Path, seed: int, tell: Tell) -> None:
         if choose.random() < 0.4:
             staged = store.stage_image()
             (staged / "pages").write_bytes(os.urandom(100_000))
-            memory = store.publish_image(staged, "d", "r")
+            memory = store.publish_image(staged, "d", "r", [])
         kept.append(publish([layer], memory))
         if choose.random() < 0.5:
             (upper / "last words").write_bytes(os.urandom(100))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -227,3 +229,33 @@ def test_the_ledger_is_kept_small(tmp_path):
         ledger.record(dict.fromkeys(range(100), number))
     assert path.stat().st_size < 300_000
     assert LinkLedger(path).get(5) == 399
+
+
+def test_a_disk_that_refuses_costs_the_ledger_only_what_it_refused(tmp_path):
+    path = tmp_path / "links"
+    ledger = LinkLedger(path)
+    ledger.record({1: 10})
+    size = path.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
+    try:
+        ledger.record({2: 20})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.stat().st_size == size, "no torn batch"
+    assert ledger.get(2) == 20
+    ledger.record({3: 30})
+    again = LinkLedger(path)
+    assert [again.get(inode) for inode in (1, 2, 3)] == [10, None, 30]
+
+
+def test_a_ledger_that_cannot_be_rewritten_is_still_a_ledger(tmp_path):
+    path = tmp_path / "links"
+    ledger = LinkLedger(path)
+    (tmp_path / "links.new").mkdir()
+    for number in range(200):
+        ledger.record(dict.fromkeys(range(100), number))
+    assert ledger.get(5) == 199
+    (tmp_path / "links.new").rmdir()
+    ledger.record({5: 200})
+    assert LinkLedger(path).get(5) == 200

@@ -73,16 +73,10 @@ class Store(Protocol):
     def unchanged(self, upper: Path, since: Scan) -> bool:
         """True when nothing under `upper` differs from the scan. Cheap; the tree may be live."""
 
-    def is_empty(self, upper: Path) -> bool:
-        """Whether an upper has no entries, so that it adds nothing to the layers below."""
-
     def prepare_upper(self, upper: Path, layers: Sequence[LayerRef]) -> None:
         """Make a new, empty upper whose root has the attributes of the topmost root of `layers`
         (lowest first): the merged `/` shows those of the upper, so a plain new directory would
         change its owner, mode and times."""
-
-    def estimate(self, upper: Path, since: tuple[Scan, LayerRef] | None) -> int:
-        """Bytes that `capture_layer` would have to copy now."""
 
     def capture_layer(
         self,
@@ -149,6 +143,9 @@ class Store(Protocol):
     def read_snapshot(self, snapshot: str) -> Snapshot:
         """Read and check a manifest. Raises SnapshotNotFound, IntegrityError."""
 
+    def snapshot_ids(self) -> list[str]:
+        """The ids of all manifests, readable or not."""
+
     def drop_memory(self, snapshot: str) -> Snapshot:
         """Turn a snapshot into a files-only one (thinning)."""
 
@@ -182,9 +179,6 @@ class Store(Protocol):
 
     def text_diff(self, a: Snapshot, b: Snapshot, path: bytes) -> str | None:
         """Unified diff of one file; None where it is no UTF-8 text or over 1 MiB on a side."""
-
-    def usage(self, snapshot: Snapshot) -> int:
-        """Bytes of the snapshot's own layers above its template, as sealed."""
 
 
 class PendingLayer(Protocol):

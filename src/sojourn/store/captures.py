@@ -131,16 +131,6 @@ class Captures:
                     fresh.append(path)
         return fresh
 
-    def estimate(self, upper: Path, since: Since) -> int:
-        """Bytes a live capture would copy now."""
-        scan = scan_tree(upper, self.window(upper), earlier=Earlier(self.layers, since).scan)
-        files = {}
-        for path in scan.changed:
-            facts = scan.entries[path]
-            if stat.S_ISREG(facts[MODE]):
-                files[facts[INODE]] = facts[SIZE]
-        return sum(files.values())
-
     def capture(self, upper: Path, since: Since, suspects: set[bytes]) -> PendingCapture:
         """Copy what changed; the sandbox is frozen meanwhile."""
         held = since[1].id if since is not None else ""

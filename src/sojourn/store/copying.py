@@ -12,7 +12,7 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from sojourn.errors import StorageFull
@@ -25,8 +25,6 @@ _NO_CLONE = frozenset(
 )
 _NO_RANGE = frozenset({errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-# Below this many files syncing each one is cheaper than syncing the file system.
-_ONE_BY_ONE = 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syncfs.argtypes = [ctypes.c_int]
@@ -179,12 +177,3 @@ def sync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def sync_new(directory: Path, files: Iterable[Path], count: int) -> None:
-    """Sync `count` new files and directories below `directory`, the cheaper way."""
-    if count > _ONE_BY_ONE:
-        sync_filesystem(directory)
-        return
-    for path in files:
-        sync_path(path)

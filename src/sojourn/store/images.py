@@ -59,7 +59,7 @@ class Images:
         """Drop a staged image that is not to be published. Idempotent."""
         self._staging.drop(staged)
 
-    def publish(self, staged: Path, driver: str, runtime: str, cpu: list[str] | None) -> MemoryRef:
+    def publish(self, staged: Path, driver: str, runtime: str, cpu: list[str]) -> MemoryRef:
         """Hash, sync and publish. On failure the staged image is dropped."""
         try:
             with disk_errors("storing a memory image"):
@@ -67,7 +67,7 @@ class Images:
         finally:
             self._staging.drop(staged)
 
-    def _publish(self, staged: Path, driver: str, runtime: str, cpu: list[str] | None) -> MemoryRef:
+    def _publish(self, staged: Path, driver: str, runtime: str, cpu: list[str]) -> MemoryRef:
         scan = scan_tree(staged, 0)
         names = _files(scan)
         # Hashing and writing out use different resources, so they run side by side.
@@ -85,7 +85,7 @@ class Images:
             files=files,
             driver=driver,
             runtime=runtime,
-            cpu=cpu if cpu is not None else processor_features(),
+            cpu=cpu,
         )
         self._pins.fresh(ref.id)
         if self.present(ref.id):
@@ -194,12 +194,3 @@ def _hash(path: Path) -> bytes:
 def _sync_all(root: Path, scan: LocalScan) -> None:
     for path in sorted(scan.entries, reverse=True):
         sync_path(root / os.fsdecode(path))
-
-
-def processor_features() -> list[str]:
-    """What a memory image may rely on of this host's processor."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return sorted(set(value.split()))
-    return []

@@ -12,6 +12,8 @@ that sharing is not taken for tampering.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import struct
 import sys
 import threading
@@ -88,7 +90,8 @@ class LinkLedger:
     """Change times the store caused on shared inodes, appended to a file in batches.
 
     A batch that did not reach the disk, or a damaged tail, is forgotten: the files concerned are
-    read again at the next check. The file is rewritten when most of it is outdated.
+    read again at the next check. So a full disk stops neither the store nor, above all, what frees
+    space. The file is rewritten when most of it is outdated.
     """
 
     KIND = b"LINK"
@@ -119,7 +122,8 @@ class LinkLedger:
             self._written += len(payload) // self._ROW.size
             at += HEADER_BYTES + size
         if at < len(data):
-            self._rewrite()
+            with contextlib.suppress(OSError):
+                self._rewrite()
 
     def get(self, inode: int) -> int | None:
         """The change time the store last caused on this inode."""
@@ -129,26 +133,38 @@ class LinkLedger:
         """Note new change times by inode."""
         if not changed:
             return
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._times.update(changed)
             self._written += len(changed)
             if self._written > 4 * len(self._times) + 10_000:
                 self._rewrite()
-                return
-            payload = b"".join(self._ROW.pack(*pair) for pair in changed.items())
-            # On a full disk the batch is lost, which costs a reading of these files later.
-            with contextlib.suppress(OSError), self._path.open("ab") as file:
-                file.write(wrap(self.KIND, payload))
+            else:
+                self._append(wrap(self.KIND, self._pack(changed)))
 
-    def forget(self, inodes: set[int]) -> None:
-        """Drop inodes that are gone; their numbers may be used again."""
+    def forget(self, inode: int) -> None:
+        """Drop an inode that is gone; its number may be used again."""
         with self._lock:
-            for inode in inodes:
-                self._times.pop(inode, None)
+            self._times.pop(inode, None)
+
+    def _pack(self, times: dict[int, int]) -> bytes:
+        return b"".join(self._ROW.pack(*pair) for pair in times.items())
+
+    def _append(self, batch: bytes) -> None:
+        with self._path.open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                if file.write(batch) != len(batch):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(end)  # what is appended later would not be found behind a torn batch
+                raise
 
     def _rewrite(self) -> None:
-        payload = b"".join(self._ROW.pack(*pair) for pair in self._times.items())
         partial = self._path.with_name(self._path.name + ".new")
-        partial.write_bytes(wrap(self.KIND, payload))
-        partial.replace(self._path)
+        try:
+            partial.write_bytes(wrap(self.KIND, self._pack(self._times)))
+            partial.replace(self._path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
         self._written = len(self._times)

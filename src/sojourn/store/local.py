@@ -49,7 +49,7 @@ from sojourn.store.trees import (
     scan_tree,
     stamps_are_fine,
 )
-from sojourn.store.views import Found, View, differences, merge, read_content, unified
+from sojourn.store.views import View, differences, read_content, unified
 
 
 class LocalStore:
@@ -72,7 +72,7 @@ class LocalStore:
             for name in ("layers", "images", "sealed", "snapshots", "templates"):
                 (root / name).mkdir(mode=0o700, exist_ok=True)
             self._ledger = LinkLedger(root / "links")
-            self._staging = Staging(root / "staging", self._unlink_shared)
+            self._staging = Staging(root / "staging", self._unlink)
             if timestamp_window_ns is None:
                 fine = stamps_are_fine(self._staging.directory)
                 timestamp_window_ns = 0 if fine else COARSE_WINDOW_NS
@@ -96,15 +96,6 @@ class LocalStore:
         if not isinstance(since, LocalScan):
             raise TypeError("the scan is not one of this store")
         return same_as(upper, since, hash_entry)
-
-    def is_empty(self, upper: Path) -> bool:
-        """Whether an upper has no entries, so that it adds nothing to the layers below."""
-        with os.scandir(upper) as entries:
-            return next(entries, None) is None
-
-    def estimate(self, upper: Path, since: tuple[Scan, LayerRef] | None) -> int:
-        """Bytes that `capture_layer` would have to copy now."""
-        return self._captures.estimate(upper, since)
 
     def prepare_upper(self, upper: Path, layers: Sequence[LayerRef]) -> None:
         """Make a new, empty upper whose root looks like that of the layers below.
@@ -237,9 +228,7 @@ class LocalStore:
         """Drop a staged image that is not to be published. Idempotent."""
         self._images.discard(staged)
 
-    def publish_image(
-        self, staged: Path, driver: str, runtime: str, cpu: list[str] | None = None
-    ) -> MemoryRef:
+    def publish_image(self, staged: Path, driver: str, runtime: str, cpu: list[str]) -> MemoryRef:
         """Hash, sync and publish a staged image. Idempotent by content."""
         return self._images.publish(staged, driver, runtime, cpu)
 
@@ -322,8 +311,12 @@ class LocalStore:
                     self._staging.trash(place)
         sync_path(places)
 
-    def _unlink_shared(self, directory: int, name: bytes) -> None:
-        """Unlink a file that other layers share, noting the change time this gives the inode."""
+    def _unlink(self, directory: int, name: bytes, s: os.stat_result) -> None:
+        """Unlink a file, noting the change time this gives an inode that other layers share."""
+        if s.st_nlink == 1 or not stat.S_ISREG(s.st_mode):
+            os.unlink(name, dir_fd=directory)
+            self._ledger.forget(s.st_ino)
+            return
         fd = os.open(
             name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory
         )
@@ -370,10 +363,6 @@ class LocalStore:
     def _manifest(self, layer: str) -> Manifest:
         return self._layers.get(layer).manifest
 
-    def merged(self, snapshot: Snapshot) -> dict[bytes, Found]:
-        """The snapshot's whole tree: relative path to (number of the layer, entry)."""
-        return merge(self._manifests(snapshot))
-
     def diff(self, a: Snapshot, b: Snapshot) -> Iterator[Change]:
         """Differences from a to b as the session's file tree shows them."""
         return differences(self._manifests(a), self._manifests(b))
@@ -393,14 +382,6 @@ class LocalStore:
         """A regular file's content in a snapshot. Raises FileMissing, TooLarge above 4 MiB."""
         view = View(self._manifests(snapshot))
         return read_content(view, snapshot.layers, path, self.layer_path, _read_entry)
-
-    def usage(self, snapshot: Snapshot) -> int:
-        """Bytes of the snapshot's own layers above its template, as sealed."""
-        return sum(
-            layer.bytes
-            for layer in snapshot.layers
-            if not (self._layers.directory(layer.id) / "source").exists()
-        )
 
 
 def _read_entry(tree: Path, path: bytes, entry: Entry) -> bytes:

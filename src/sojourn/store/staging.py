@@ -12,10 +12,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from sojourn.store.trees import remove_tree
+from sojourn.store.trees import Unlink, remove_tree
 
 _OWNER = re.compile(r"([0-9a-f]{8})-(\d+)-(\d+)")
 _counter = itertools.count()
@@ -37,12 +37,12 @@ def _started(pid: int) -> str | None:
 class Staging:
     """The staging directory of one process."""
 
-    def __init__(self, root: Path, removing: Callable[[int, bytes], None] | None = None) -> None:
-        self._removing = removing
+    def __init__(self, root: Path, remove_file: Unlink) -> None:
+        self._remove_file = remove_file
         root.mkdir(mode=0o700, exist_ok=True)
         for left in root.iterdir():
             if not self._alive(left.name):
-                remove_tree(left, removing)
+                remove_tree(left, remove_file)
         pid = os.getpid()
         self.directory = root / f"{_boot()}-{pid}-{_started(pid)}"
         self.directory.mkdir(mode=0o700, exist_ok=True)
@@ -64,7 +64,7 @@ class Staging:
     def drop(self, path: Path) -> None:
         """Remove a directory given by `new`, if it is still there."""
         with contextlib.suppress(FileNotFoundError):
-            remove_tree(path, self._removing)
+            remove_tree(path, self._remove_file)
 
     def trash(self, path: Path) -> Path:
         """Move a tree out of sight at once; `empty_trash` removes it later."""
@@ -76,7 +76,7 @@ class Staging:
         """Remove what was thrown away. Returns the bytes freed."""
         freed = 0
         for path in list(self.directory.glob("trash-*")):
-            freed += remove_tree(path, self._removing)
+            freed += remove_tree(path, self._remove_file)
         return freed
 
 

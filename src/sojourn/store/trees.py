@@ -20,7 +20,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sojourn.errors import CaptureFailed
@@ -400,10 +400,18 @@ def stamps_are_fine(directory: Path) -> bool:
         name.unlink()
 
 
-def remove_tree(root: Path, removing: Callable[[int, bytes], None] | None = None) -> int:
+Unlink = Callable[[int, bytes, os.stat_result], None]
+
+
+def unlink(directory: int, name: bytes, _: os.stat_result) -> None:
+    """Remove one name."""
+    os.unlink(name, dir_fd=directory)
+
+
+def remove_tree(root: Path, remove_file: Unlink = unlink) -> int:
     """Remove a directory tree (or one file) of any depth. Returns the bytes given back.
 
-    `removing(directory, name)` takes over the unlinking of files that have other names.
+    `remove_file(directory, name, stat)` unlinks what is no directory.
     """
     freed = 0
     try:
@@ -435,10 +443,8 @@ def remove_tree(root: Path, removing: Callable[[int, bytes], None] | None = None
                     if stat.S_ISDIR(s.st_mode):
                         stack.append((join(directory, name), False))
                         freed += s.st_blocks * 512
-                    elif s.st_nlink > 1 and removing is not None and stat.S_ISREG(s.st_mode):
-                        removing(fd, name)
                     else:
-                        os.unlink(name, dir_fd=fd)
+                        remove_file(fd, name, s)
                         freed += s.st_blocks * 512 if s.st_nlink == 1 else 0
             finally:
                 os.close(fd)
@@ -447,8 +453,3 @@ def remove_tree(root: Path, removing: Callable[[int, bytes], None] | None = None
     with contextlib.suppress(FileNotFoundError):
         root.rmdir()
     return freed
-
-
-def iterate_names(scan: LocalScan) -> Iterator[bytes]:
-    """All relative paths of a scan, sorted as bytes, parents before children."""
-    return iter(sorted(scan.entries))

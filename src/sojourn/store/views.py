@@ -82,39 +82,6 @@ class View:
         return self._parts[missing[0]]
 
 
-def merge(manifests: Sequence[Manifest]) -> dict[bytes, Found]:
-    """The whole merged tree by relative path."""
-    state: dict[bytes, Found] = {}
-    children: dict[bytes, set[bytes]] = {}
-    for number, manifest in enumerate(manifests):
-        for entry in manifest.entries:
-            path = entry.path
-            existing = state.get(path)
-            if entry.type == WHITEOUT:
-                if existing is not None:
-                    _remove(path, state, children)
-                continue
-            if existing is not None and existing[1].type == DIRECTORY:
-                if entry.type != DIRECTORY:
-                    _remove(path, state, children)
-                elif entry.opaque:
-                    for child in list(children.get(path, ())):
-                        _remove(child, state, children)
-            state[path] = (number, entry)
-            if path:
-                children.setdefault(split(path)[0], set()).add(path)
-    return state
-
-
-def _remove(path: bytes, state: dict[bytes, Found], children: dict[bytes, set[bytes]]) -> None:
-    children.get(split(path)[0], set()).discard(path)
-    stack = [path]
-    while stack:
-        gone = stack.pop()
-        state.pop(gone, None)
-        stack.extend(children.pop(gone, ()))
-
-
 def differences(a: Sequence[Manifest], b: Sequence[Manifest]) -> Iterator[Change]:
     """Changes from chain `a` to chain `b`, sorted by path."""
     common = 0
