@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import tarfile
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -122,6 +123,42 @@ def test_members_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         list(tar.Decoder().feed(raw))
 
 
+def extended(kind: bytes, payload: bytes) -> bytes:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, len(payload)
+    return info.tobuf(tarfile.USTAR_FORMAT) + payload + tar.padding(len(payload))
+
+
+def record(key: bytes, value: bytes) -> bytes:
+    rest = b" " + key + b"=" + value + b"\n"
+    length = next(n for n in range(len(rest), len(rest) + 9) if len(str(n)) + len(rest) == n)
+    return str(length).encode() + rest
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_headers_before_a_member_make_nobody_hold_them(kind: bytes) -> None:
+    decoder = tar.Decoder()
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            assert not list(decoder.feed(extended(kind, record(b"k%d" % number, b"v" * 100_000))))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000
+    (entry, _) = decoder.feed(tar.encode_entry(tar.Entry(b"d", "dir")))
+    assert entry.name == b"d"
+
+
+def test_an_empty_pax_value_takes_the_fact_back() -> None:
+    raw = extended(tarfile.XGLTYPE, record(b"path", b"everywhere"))
+    raw += extended(tarfile.XHDTYPE, record(b"path", b"")) + tar.encode_entry(
+        tar.Entry(b"d", "dir")
+    )
+    (entry, _) = tar.Decoder().feed(raw)
+    assert entry.name == b"d"
+
+
 def test_a_pax_size_cannot_be_forged_out_of_range() -> None:
     info = tarfile.TarInfo("x")
     info.pax_headers = {"size": "99999999999999999999999"}
@@ -138,9 +175,6 @@ def test_garbage_never_raises_anything_else(raw: bytes, valid_head: bool) -> Non
 
 @given(st.binary(max_size=600))
 def test_garbage_in_a_pax_header(payload: bytes) -> None:
-    info = tarfile.TarInfo("x")
-    info.type, info.size = tarfile.XHDTYPE, len(payload)
-    raw = info.tobuf(tarfile.USTAR_FORMAT) + payload + tar.padding(len(payload))
-    raw += tar.encode_entry(tar.Entry(b"f", "file"))
+    raw = extended(tarfile.XHDTYPE, payload) + tar.encode_entry(tar.Entry(b"f", "file"))
     with contextlib.suppress(SojournError):
         list(tar.Decoder().feed(raw))

@@ -120,7 +120,7 @@ class Captures:
         return {facts[INODE] for facts in found if facts is not None}
 
     @staticmethod
-    def _fresh_files(scan: LocalScan, earlier: Earlier, suspects: set[int]) -> list[bytes]:
+    def _fresh_files(scan: LocalScan, suspects: set[int]) -> list[bytes]:
         """Regular files whose content must be taken or read anew."""
         entries = scan.entries
         fresh = [path for path in scan.changed if stat.S_ISREG(entries[path][MODE])]
@@ -142,7 +142,7 @@ class Captures:
                 try:
                     earlier = Earlier(self.layers, since)
                     scan = self._look(upper, earlier)
-                    copies, copied = self._copy(upper, scan, earlier, suspects, directory)
+                    copies, copied = self._copy(upper, scan, suspects, directory)
                 except BaseException:
                     self.staging.drop(directory)
                     raise
@@ -156,18 +156,17 @@ class Captures:
         self,
         upper: Path,
         scan: LocalScan,
-        earlier: Earlier,
         suspects: set[bytes],
         directory: Path,
     ) -> tuple[dict[int, Path], int]:
-        """Copy the files that are not those of the earlier layer: where, by inode; bytes."""
+        """Copy the files that changed since the earlier capture: where, by inode; bytes."""
         flush = self._suspect_inodes(scan, suspects)
         copies: dict[int, Path] = {}
         copied = 0
         with Directories(upper) as held:
             target_directory = open_directory(directory)
             try:
-                for path in self._fresh_files(scan, earlier, flush):
+                for path in self._fresh_files(scan, flush):
                     facts = scan.entries[path]
                     inode = facts[INODE]
                     if inode in copies:
@@ -275,7 +274,7 @@ class Captures:
             by_inode: dict[int, bytes] = {}
             inodes = self._suspect_inodes(scan, suspects)
             with Directories(upper) as held:
-                for path in self._fresh_files(scan, earlier, inodes):
+                for path in self._fresh_files(scan, inodes):
                     facts = scan.entries[path]
                     digest = by_inode.get(facts[INODE])
                     if digest is None:

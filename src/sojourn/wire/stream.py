@@ -76,8 +76,7 @@ HEARTBEAT = _HEADER.pack(FrameType.HEARTBEAT, 0)
 
 def encode_started(value: Started) -> bytes:
     """A `started` frame."""
-    payload = _json.encode(value)
-    return _HEADER.pack(1, len(payload)) + payload
+    return _json_frame(FrameType.STARTED, value)
 
 
 def encode_output(piece: Output) -> bytes:
@@ -87,14 +86,17 @@ def encode_output(piece: Output) -> bytes:
 
 def encode_ended(value: Ended) -> bytes:
     """An `end` frame."""
-    payload = _json.encode(value)
-    return _HEADER.pack(5, len(payload)) + payload
+    return _json_frame(FrameType.END, value)
 
 
 def encode_error(error: SojournError) -> bytes:
     """An `error` frame."""
-    payload = _json.encode(to_body(error))
-    return _HEADER.pack(6, len(payload)) + payload
+    return _json_frame(FrameType.ERROR, to_body(error))
+
+
+def _json_frame(kind: FrameType, value: msgspec.Struct) -> bytes:
+    payload = _json.encode(value)
+    return _HEADER.pack(kind, len(payload)) + payload
 
 
 class FrameDecoder:
@@ -127,11 +129,6 @@ class FrameDecoder:
             at = end
         self._rest = buffer[at:]
         return frames
-
-    @property
-    def pending(self) -> bool:
-        """Whether a frame has begun and not ended."""
-        return bool(self._rest)
 
 
 def _decode_json(kind: int, payload: bytes) -> Started | Ended | SojournError | None:

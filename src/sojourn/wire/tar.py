@@ -45,6 +45,8 @@ _EXTENDED = frozenset(
         tarfile.GNUTYPE_LONGLINK,
     }
 )
+_FACTS = frozenset({b"path", b"linkpath", b"mtime", b"uid", b"gid", b"size"})
+_SPARSE = b"GNU.sparse"
 _BILLION = 1_000_000_000
 
 
@@ -192,7 +194,7 @@ class Decoder:
                 self._state = "extended"
             return None
         kind = _NAMES.get(info.type)
-        if kind is None or any(key.startswith(b"GNU.sparse") for key in self._pax):
+        if kind is None or _SPARSE in self._pax:
             raise InvalidRequest(
                 f"the tar holds a member of a kind that is not taken ({info.type!r})",
                 next_step="Make it without sparse files (for GNU tar: without --sparse).",
@@ -207,7 +209,8 @@ class Decoder:
         return entry
 
     def _entry(self, info: tarfile.TarInfo, kind: str) -> Entry:
-        facts = self._global | self._pax
+        # An empty value takes a fact back.
+        facts = {key: value for key, value in (self._global | self._pax).items() if value}
         self._pax = {}
         name = facts.get(b"path", info.name.encode("utf-8", "surrogateescape"))
         if kind == "file" and name.endswith(b"/"):
@@ -255,14 +258,13 @@ class Decoder:
             self._pax[b"linkpath"] = payload.rstrip(b"\0")
         elif self._extended == tarfile.XGLTYPE:
             self._global |= _records(payload)
-            if len(self._global) > 1000:
-                raise TooLarge("the tar holds too many global facts", limit=1000)
         else:
             self._pax |= _records(payload)
 
 
 def _records(payload: bytes) -> dict[bytes, bytes]:
-    """The records `length key=value newline` of a pax header."""
+    """Those records `length key=value newline` of a pax header that are made use of: a stream may
+    hold any number of others."""
     records: dict[bytes, bytes] = {}
     at = 0
     while at < len(payload) and payload[at]:
@@ -273,7 +275,10 @@ def _records(payload: bytes) -> dict[bytes, bytes]:
         key, equals, value = record.partition(b"=")
         if length < 5 or at + length > len(payload) or payload[at + length - 1] != 10 or not equals:
             raise InvalidRequest("the tar holds a malformed pax header", field="body")
-        records[key] = value
+        if key in _FACTS:
+            records[key] = value
+        elif key.startswith(_SPARSE):
+            records[_SPARSE] = b""
         at += length
     return records
 
