@@ -34,6 +34,8 @@ from sojourn.wire.guest import Output, ProcessSpec, ProcessState
 MAX_INLINE_STDIN = 1024 * 1024
 MAX_ARGUMENTS = 1024 * 1024
 MAX_TIMEOUT = 7 * 86400.0
+# Longer input than a line is acted on without an end of line.
+_LINE_BYTES = 4096
 
 
 def check_timeout(timeout: float | None) -> None:
@@ -250,6 +252,7 @@ class Commands:
             state = await turn.sandbox.guest.start(_replace(spec, changes))
             turn.details["process"] = state.id
             turn.details["pid"] = state.pid
+            self._turns.follow(turn.active, turn.sandbox, state.id)
             return state
 
     # -- processes --------------------------------------------------------------------------
@@ -266,12 +269,15 @@ class Commands:
 
     async def wait(self, who: Principal, ref: str, process: int, timeout: float) -> ProcessState:
         """Wait for its end, at most `timeout` seconds."""
-        async with self._turns.call(who, ref) as sandbox:
+        async with self._turns.process_call(who, ref) as (active, sandbox):
             try:
                 async with asyncio.timeout(timeout):
-                    return await sandbox.guest.wait(process)
+                    state = await sandbox.guest.wait(process)
             except TimeoutError:
-                return await sandbox.guest.process(process)
+                state = await sandbox.guest.process(process)
+            if not state.running:
+                self._turns.end_seen(active, sandbox, process)
+            return state
 
     async def output(
         self, who: Principal, ref: str, process: int, offsets: tuple[int, int]
@@ -279,7 +285,8 @@ class Commands:
         """Its output from the offsets on, to the end."""
         at = [*offsets]
         try:
-            async with self._turns.call(who, ref) as sandbox:
+            async with self._turns.process_call(who, ref) as (active, sandbox):
+                self._turns.follow(active, sandbox, process)
                 async for output in sandbox.guest.output(process, offsets):
                     at[output.stream - 1] = output.offset + len(output.data)
                     yield output
@@ -289,13 +296,19 @@ class Commands:
 
     async def write_stdin(self, who: Principal, ref: str, process: int, data: bytes) -> None:
         """Write to its standard input."""
-        async with self._turns.call(who, ref) as sandbox:
+        async with self._turns.process_call(who, ref) as (active, sandbox):
             await sandbox.guest.write(process, data)
+            # A process acts on whole lines or key strokes; what it does may be seen nowhere but
+            # in its memory.
+            if any(byte < 0x20 for byte in data) or len(data) > _LINE_BYTES:
+                active.dirty = True
+            self._turns.note(active, later=True)
 
     async def close_stdin(self, who: Principal, ref: str, process: int) -> None:
         """End its standard input."""
-        async with self._turns.call(who, ref) as sandbox:
+        async with self._turns.process_call(who, ref) as (active, sandbox):
             await sandbox.guest.close_stdin(process)
+            self._turns.note(active, later=True)
 
     async def signal(
         self, who: Principal, ref: str, process: int, signal: int, group: bool
@@ -334,6 +347,9 @@ class Commands:
             except SojournError as error:
                 turn.details["error"] = error.code
                 raise
+            finally:
+                # Another turn's snapshot may have been taken while it ran.
+                turn.active.dirty = True
             if result.error is not None:
                 turn.details["error"] = result.error.name
             return result

@@ -51,12 +51,13 @@ class Gate:
     @contextlib.asynccontextmanager
     async def closed(self, reason: str) -> AsyncIterator[None]:
         """Hold it closed. Waits for the operation before, and for a snapshot that was taken but
-        is not committed yet; commands under way go on."""
+        is not committed yet: that may take long, so commands still enter meanwhile; those under
+        way go on."""
         async with self._holder:
+            await self.settled()
             self._open.clear()
             self.reason = reason
             try:
-                await self.settled()
                 yield
             finally:
                 self.reason = None
@@ -67,8 +68,10 @@ class ActiveSession:
     """A session with its newest record and its gate.
 
     `turns` counts commands under way, `entered` all there were; `pending` is the automatic
-    snapshot being taken, `hurry` is set by whoever waits for it; `dirty` says that something
-    changed which no look at files shows (interpreter memory).
+    snapshot being taken, `hurry` is set by whoever waits for it; `ended` counts what ended and may
+    have changed something, `looked` is how much of that the last look at the sandbox covered;
+    `dirty` says that something changed which no look at files shows (interpreter memory);
+    `followed` are the processes whose end is waited for.
     """
 
     def __init__(self, session: Session) -> None:
@@ -77,6 +80,9 @@ class ActiveSession:
         self.turns = 0
         self.calls = 0
         self.entered = 0
+        self.ended = 0
+        self.looked = 0
+        self.followed: set[tuple[str, int]] = set()
         self.hurry = asyncio.Event()
         self.dirty = False
         self.bracket: str | None = None

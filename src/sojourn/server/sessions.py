@@ -161,6 +161,7 @@ class Sessions:
                         after=session.head,
                     )
                 )
+        await self._turns.stop()
         await self._context.settle(_SETTLE_SECONDS)
         await self._context.agent.close()
         await self._context.database.close()

@@ -18,6 +18,7 @@ from sojourn.database.writes import AppendEvent
 from sojourn.errors import (
     Conflict,
     DiskQuotaExceeded,
+    Interrupted,
     SandboxLost,
     SessionBusy,
     SojournError,
@@ -72,20 +73,33 @@ class Turns:
         self._operations = operations
         self._snapshots = snapshots
         self._placements = placements
+        self._following: set[asyncio.Task[None]] = set()
+
+    async def stop(self) -> None:
+        """Follow no process any more; what was seen to end is still looked at."""
+        for task in self._following:
+            task.cancel()
+        await asyncio.gather(*self._following, return_exceptions=True)
 
     # -- enter ------------------------------------------------------------------------------
 
-    async def running(self, who: Principal, ref: str) -> tuple[ActiveSession, Sandbox]:
+    async def running(
+        self, who: Principal, ref: str, *, beside: bool = False
+    ) -> tuple[ActiveSession, Sandbox]:
         """The session with its sandbox, resumed first when it sleeps and its policy allows it.
+        `beside` does not wait for the snapshot of the turns before.
 
         Raises SessionNotFound, WrongState, SessionBusy and what a failed resume raises.
         """
         active = await self._context.registry.find(who.tenant, ref)
+        before = active.ended
         for _ in range(_ENTER_TRIES):
             await active.gate.passed()
             strict = active.session.policy.auto_snapshot is AutoSnapshot.TURN
-            if strict and active.pending is not None and active.turns == 0:
-                # The snapshot of the turn before comes first.
+            waits = strict and not beside and active.turns == 0 and active.looked < before
+            if waits and active.pending is not None:
+                # The snapshot of the turns before comes first.
+                active.hurry.set()
                 await asyncio.wait({active.pending})
                 continue
             if active.state is SessionState.RUNNING:
@@ -150,12 +164,27 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def call(self, who: Principal, ref: str) -> AsyncIterator[Sandbox]:
-        """Around a call that changes nothing (reading, waiting, following output): the session is
-        not idle as long as it lasts."""
-        active, sandbox = await self.running(who, ref)
+        """Around a call that changes nothing (reading, looking): the session is not idle as long
+        as it lasts."""
+        async with self._called(who, ref, beside=False) as (_, sandbox):
+            yield sandbox
+
+    def process_call(
+        self, who: Principal, ref: str
+    ) -> contextlib.AbstractAsyncContextManager[tuple[ActiveSession, Sandbox]]:
+        """The same for calls to a process that goes on by itself (waiting, input, output), which
+        `follow`, `end_seen` or `note` what it may have changed. They are no turns of their own:
+        pieces of one long input do not wait for a snapshot after each."""
+        return self._called(who, ref, beside=True)
+
+    @contextlib.asynccontextmanager
+    async def _called(
+        self, who: Principal, ref: str, *, beside: bool
+    ) -> AsyncIterator[tuple[ActiveSession, Sandbox]]:
+        active, sandbox = await self.running(who, ref, beside=beside)
         active.calls += 1
         try:
-            yield sandbox
+            yield active, sandbox
         except SandboxLost as error:
             await self._explain(active, sandbox, error)
             raise
@@ -191,26 +220,72 @@ class Turns:
                 after=active.session.head,
             )
         )
+        if turn.changes:
+            self._look_later(active, event)
+        await event
+
+    def note(self, active: ActiveSession, *, later: bool = False) -> None:
+        """Something outside a turn may have changed the session: a process that ended, input that
+        was given to one (`later`: what comes of it takes a moment to show)."""
+        self._look_later(active, None, later=later)
+
+    def follow(self, active: ActiveSession, sandbox: Sandbox, process: int) -> None:
+        """Have the end of a process that goes on by itself noted, whoever waits for it or not."""
+        key = (sandbox.record.sandbox, process)
+        if key not in active.followed:
+            active.followed.add(key)
+            task = asyncio.create_task(self._follow(active, sandbox, process))
+            self._following.add(task)
+            task.add_done_callback(self._following.discard)
+
+    async def _follow(self, active: ActiveSession, sandbox: Sandbox, process: int) -> None:
+        key = (sandbox.record.sandbox, process)
+        try:
+            while True:
+                try:
+                    await sandbox.guest.wait(process)
+                    break
+                except Interrupted:
+                    continue  # a pause; after anything else the next wait says so
+            if key in active.followed:
+                self.note(active)
+        except SojournError as error:
+            log.debug("the end of process %d of %s is not seen: %s", process, active.id, error)
+        finally:
+            active.followed.discard(key)
+
+    def end_seen(self, active: ActiveSession, sandbox: Sandbox, process: int) -> None:
+        """A caller learned of the end of a process: what it did is looked for before the caller's
+        next turn."""
+        active.followed.discard((sandbox.record.sandbox, process))
+        self.note(active)
+
+    def _look_later(
+        self, active: ActiveSession, event: asyncio.Future[int] | None, *, later: bool = False
+    ) -> None:
+        active.ended += 1
         wanted = (
-            turn.changes
-            and active.session.policy.auto_snapshot is not AutoSnapshot.OFF
+            active.session.policy.auto_snapshot is not AutoSnapshot.OFF
             and active.bracket is None
             and active.state is SessionState.RUNNING
         )
         if wanted and active.pending is None:
             active.pending = self._context.soon(
-                self._after_turn(active, event), f"automatic snapshot {active.id}"
+                self._after_turn(active, event, later), f"automatic snapshot {active.id}"
             )
-        await event
 
-    async def _after_turn(self, active: ActiveSession, event: asyncio.Future[int]) -> None:
+    async def _after_turn(
+        self, active: ActiveSession, event: asyncio.Future[int] | None, later: bool
+    ) -> None:
+        seen = active.ended
         try:
-            if active.session.policy.auto_snapshot is AutoSnapshot.IDLE:
+            if later or active.session.policy.auto_snapshot is AutoSnapshot.IDLE:
                 await self._quiet(active)
             elif active.turns:
                 await self._settled(active)
-            turn = await event
+            turn = None if event is None else await event
             async with active.gate.closed("automatic snapshot"):
+                seen = active.ended
                 await self.snapshot_if_changed(active, turn)
         except (SandboxLost, Conflict) as error:
             log.info("no automatic snapshot of %s: %s", active.id, error)
@@ -219,6 +294,12 @@ class Turns:
             await self._failed(active, error)
         finally:
             active.pending = None
+            active.looked = max(active.looked, seen)
+            active.hurry.clear()
+            if active.ended != seen:
+                # What ended while this look was under way may be missing in it.
+                active.ended -= 1
+                self._look_later(active, None)
 
     async def _failed(self, active: ActiveSession, error: SojournError) -> None:
         log.warning("no automatic snapshot of %s: %s", active.id, error)
@@ -244,11 +325,11 @@ class Turns:
         """Wait for a pause between turns, but not for ever."""
         deadline = time.monotonic() + _QUIET_MOST_SECONDS
         while time.monotonic() < deadline and not active.hurry.is_set():
-            seen = active.entered
+            seen = (active.entered, active.ended)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_QUIET_SECONDS):
                     await active.hurry.wait()
-            if not active.turns and active.entered == seen:
+            if not active.turns and (active.entered, active.ended) == seen:
                 return
 
     async def snapshot_if_changed(self, active: ActiveSession, turn: int | None) -> bool:
@@ -277,7 +358,6 @@ class Turns:
         while active.pending is not None:
             active.hurry.set()
             await asyncio.wait({active.pending})
-        active.hurry.clear()
         await active.gate.settled()
 
     # -- bracketed groups -------------------------------------------------------------------
