@@ -200,6 +200,9 @@ def test_events_are_taken_up_after_the_last_one() -> None:
     with pytest.raises(SessionNotFound):
         body = msgspec.json.encode(to_body(SessionNotFound("gone")))
         core_files.event_source("s", 0).feed(b"event: error\ndata: " + body + b"\n\n")
+    for malformed in (b"event: error\ndata: x\n\n", b"event: event\ndata: {}\n\n"):
+        with pytest.raises(SojournError, match="not understood"):
+            core_files.event_source("s", 0).feed(malformed)
 
 
 def test_watches_are_not_taken_up_silently() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat as modes
+import sys
 from pathlib import Path
 
 import pytest
 
 from sojourn.client.trees import Saving, Unpacker, pack
 from sojourn.errors import FileConflict, InvalidRequest, PathInvalid, SojournError
+from sojourn.store.trees import remove_tree
 from sojourn.wire import tar
 
 
@@ -150,6 +153,36 @@ def test_a_file_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
     assert modes.S_IMODE(target.stat().st_mode) == 0o755
     with pytest.raises(FileConflict):
         Saving(tmp_path / "none" / "f", 0o644)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(FileConflict), Saving(tmp_path / "taken", 0o644) as saving:
+        saving.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "taken"]
+
+
+def test_a_local_disk_that_refuses_leaves_nothing(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(FileConflict), Saving(tmp_path / "f", 0o644) as saving:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            saving.feed(b"x" * 2000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tree_deeper_than_the_stack_is_packed(tmp_path: Path) -> None:
+    depth = sys.getrecursionlimit() + 100
+    made = tmp_path
+    for _ in range(depth):
+        made /= "d"
+        made.mkdir()
+    try:
+        raw = b"".join(pack(tmp_path / "d"))
+    finally:
+        remove_tree(tmp_path / "d")  # deeper than the usual tools go
+    names = [event.name for event in tar.Decoder().feed(raw) if isinstance(event, tar.Entry)]
+    assert len(names) == depth
+    assert names[:3] == [b".", b"d", b"d/d"]
 
 
 def test_packing_a_missing_directory_says_so(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def create(as_json: bool, name: str | None, key: str | None, **options: Any) -> 
     emit(made.info, as_json, lambda: say(made.id))
 
 
-@command.command("ls", help="List sessions.")
+@command.command("ls", help="List sessions, newest first.")
 @click.option("--state", help="Only those in this state.")
 @click.option("--label", "labels", multiple=True, help="Only those with KEY=VALUE.")
 @json_option

@@ -143,8 +143,13 @@ def decode(response: Response, kind: Any) -> Any:
     """An answer's body as a value of the API's schemas. Raises the error it stands for."""
     if response.status >= 400:
         raise error_of(response.status, response.body)
+    return parse(response.body, kind)
+
+
+def parse(text: bytes, kind: Any) -> Any:
+    """JSON of the server as a value of the API's schemas. Raises SojournError."""
     try:
-        return msgspec.json.decode(response.body, type=kind)
+        return msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:
         raise SojournError(
             f"the server's answer was not understood: {error}",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
 from sojourn.client.core import (
     ANSWER_SECONDS,
     OCTETS_TYPE,
@@ -16,6 +14,7 @@ from sojourn.client.core import (
     act,
     decode,
     get,
+    parse,
     query_text,
     raw_path,
     session_path,
@@ -160,11 +159,11 @@ class EventSource(Generic[T]):
                 elif name == b"data":
                     text = value
             if kind == b"error":
-                raise from_body(msgspec.json.decode(text, type=ErrorBody))
+                raise from_body(parse(text, ErrorBody))
             if kind == b"end":
                 self._done = True
             elif kind:
-                found.append(msgspec.json.decode(text, type=self._kind))
+                found.append(parse(text, self._kind))
         return found
 
     def ended(self) -> bool:

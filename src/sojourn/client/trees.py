@@ -9,6 +9,7 @@ session are not taken over unless the caller asks for owners.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat as modes
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ _ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 def pack(path: Path) -> Iterator[bytes]:
     """The directory `path` as a tar stream. Sockets are left out."""
     held = bytearray()
-    for piece in _members(os.fsencode(path), b".", {}):
+    for piece in _members(os.fsencode(path)):
         held += piece
         if len(held) >= _HELD:
             yield bytes(held)
@@ -37,27 +38,30 @@ def pack(path: Path) -> Iterator[bytes]:
     yield bytes(held) + tar.END
 
 
-def _members(path: bytes, name: bytes, linked: dict[tuple[int, int], bytes]) -> Iterator[bytes]:
-    found = os.lstat(path)
-    kind = _kind(found.st_mode)
-    if kind is None:
-        return
-    target = b""
-    size = 0
-    if kind != "dir" and found.st_nlink > 1:
-        first = linked.setdefault((found.st_dev, found.st_ino), name)
-        if first != name:
-            kind, target = "hardlink", first
-    if kind == "symlink":
-        target = os.readlink(path)  # noqa: PTH115 - the path is bytes
-    if kind == "file":
-        yield from _file(path, name, found)
-        return
-    yield tar.encode_entry(_entry(name, kind, found, size, target))
-    if kind == "dir":
-        for child in sorted(os.listdir(path)):  # noqa: PTH208 - the path is bytes
-            inner = child if name == b"." else name + b"/" + child
-            yield from _members(path + b"/" + child, inner, linked)
+def _members(root: bytes) -> Iterator[bytes]:
+    linked: dict[tuple[int, int], bytes] = {}
+    waiting = [(root, b".")]  # no recursion: a tree may be deeper than Python's stack
+    while waiting:
+        path, name = waiting.pop()
+        found = os.lstat(path)
+        kind = _kind(found.st_mode)
+        if kind is None:
+            continue
+        target = b""
+        if kind != "dir" and found.st_nlink > 1:
+            first = linked.setdefault((found.st_dev, found.st_ino), name)
+            if first != name:
+                kind, target = "hardlink", first
+        if kind == "symlink":
+            target = os.readlink(path)  # noqa: PTH115 - the path is bytes
+        if kind == "file":
+            yield from _file(path, name, found)
+            continue
+        yield tar.encode_entry(_entry(name, kind, found, 0, target))
+        if kind == "dir":
+            above = b"" if name == b"." else name + b"/"
+            for child in sorted(os.listdir(path), reverse=True):  # noqa: PTH208 - bytes
+                waiting.append((path + b"/" + child, above + child))
 
 
 def _kind(mode: int) -> str | None:
@@ -204,9 +208,7 @@ class Unpacker:
     def _write(self, data: bytes) -> None:
         if self._file is None:
             return  # content of a member that is skipped
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._file, view) :]
+        _write_all(self._file, data)
         self._bytes += len(data)
 
     def _end(self) -> None:
@@ -251,14 +253,24 @@ class Unpacker:
         return handle
 
 
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
 def _local_error(error: OSError, entry: tar.Entry | None) -> SojournError:
     shown = "" if entry is None else entry.name.decode("utf-8", "replace")
-    if isinstance(error, (NotADirectoryError, IsADirectoryError)) or error.errno == 40:
+    if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
         return PathInvalid(
             f"{shown!r} would pass through a link or replace what stands there", member=shown
         )
     if isinstance(error, FileNotFoundError):
         return FileMissing(f"{shown!r}: {error.strerror}", member=shown)
+    return _unwritable(error, shown)
+
+
+def _unwritable(error: OSError, shown: str) -> FileConflict:
     return FileConflict(
         f"cannot write {shown!r}: {error.strerror}",
         next_step="Check the local directory.",
@@ -275,12 +287,9 @@ class Saving:
         self._fresh = target.with_name(f".{target.name}.{os.getpid()}.part")
         self._size = 0
         try:
-            self._file = self._fresh.open("xb")
+            self._file = self._fresh.open("xb", buffering=0)
         except OSError as error:
-            raise FileConflict(
-                f"cannot write {self._fresh}: {error.strerror}",
-                next_step="Check the local directory.",
-            ) from error
+            raise _unwritable(error, str(target)) from error
 
     def __enter__(self) -> Saving:
         return self
@@ -290,13 +299,19 @@ class Saving:
         self._fresh.unlink(missing_ok=True)
 
     def feed(self, data: bytes) -> None:
-        """Take a piece of the content."""
-        self._file.write(data)
+        """Take a piece of the content. Raises FileConflict."""
+        try:
+            _write_all(self._file.fileno(), data)
+        except OSError as error:
+            raise _unwritable(error, str(self._target)) from error
         self._size += len(data)
 
     def finish(self) -> TreeInfo:
-        """The content is complete."""
-        os.fchmod(self._file.fileno(), self._mode & 0o777)
-        self._file.close()
-        self._fresh.replace(self._target)
+        """The content is complete. Raises FileConflict."""
+        try:
+            os.fchmod(self._file.fileno(), self._mode & 0o777)
+            self._file.close()
+            self._fresh.replace(self._target)
+        except OSError as error:
+            raise _unwritable(error, str(self._target)) from error
         return TreeInfo(1, self._size)

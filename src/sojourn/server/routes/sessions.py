@@ -74,7 +74,7 @@ async def create(call: Call, body: CreateSession) -> ASGIApp:
 @endpoint(
     "GET",
     "/v1/sessions",
-    "List sessions, oldest first, a page at a time",
+    "List sessions, newest first, a page at a time",
     answers={200: SessionPage},
     query={
         "state": Query("str", "Only sessions in this state."),
