@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from sojourn.cli.connection import connect, session
+from sojourn.cli.connection import session
 from sojourn.cli.output import emit, emit_json, json_option, moment, safe, say, size, table, working
 
 if TYPE_CHECKING:
@@ -37,21 +37,49 @@ def history(ref: str, as_json: bool) -> None:
 
 def _show_history(found: list[SnapshotInfo]) -> None:
     table(
-        ["", "ID", "LABEL", "KIND", "MEMORY", "FILES", "PARENT", "TAKEN"],
+        ["", "SNAPSHOT", "LABEL", "KIND", "MEMORY", "FILES", "TAKEN"],
         [
             (
                 "*" if one.current else "",
-                one.id,
+                lines + one.id,
                 one.label or "",
                 one.kind,
                 size(one.memory_bytes) if one.memory else "thinned" if one.thinned else "no",
                 size(one.layer_bytes),
-                one.parent or "",
                 moment(one.created_at),
             )
-            for one in found
+            for lines, one in as_tree(found)
         ],
     )
+
+
+def as_tree(found: list[SnapshotInfo]) -> list[tuple[str, SnapshotInfo]]:
+    """The snapshots with the lines to draw before each.
+
+    The line that leads to the current snapshot (in a branch without it: to the newest follower)
+    keeps its column; what leaves it stands indented between the parent and what goes on from it.
+    """
+    known = {one.id for one in found}
+    children: dict[str | None, list[SnapshotInfo]] = {}
+    for one in sorted(found, key=lambda one: (one.created_at, one.id)):
+        children.setdefault(one.parent if one.parent in known else None, []).append(one)
+    parents = {one.id: one.parent for one in found}
+    on_line: set[str] = set()  # the current snapshot and all it comes from
+    step = next((one.id for one in found if one.current), None)
+    while step in known and step is not None:
+        on_line.add(step)
+        step = parents[step]
+    drawn: list[tuple[str, SnapshotInfo]] = []
+    # A stack, not recursion: a history is thousands of snapshots deep.
+    waiting = [("", "", one) for one in reversed(children.get(None, []))]
+    while waiting:
+        lines, column, one = waiting.pop()
+        drawn.append((lines, one))
+        followers = sorted(children.get(one.id, []), key=lambda child: child.id in on_line)
+        if followers:
+            waiting.append((column, column, followers[-1]))
+            waiting += [(column + "|- ", column + "|  ", side) for side in followers[-2::-1]]
+    return drawn
 
 
 @click.command("diff", help="Show what changed between two snapshots, A (or B's parent) and B.")
@@ -162,9 +190,8 @@ def _show_events(found: list[EventInfo]) -> None:
 @click.argument("ref", metavar="SESSION")
 @click.option("--snapshot", "snapshot_name", help="Only this one, by id or label.")
 @json_option
-@click.pass_context
-def verify(context: click.Context, ref: str, snapshot_name: str | None, as_json: bool) -> Any:
-    found = connect().sessions.get(ref)
+def verify(ref: str, snapshot_name: str | None, as_json: bool) -> int:
+    found = session(ref)
     with working("Reading every byte", quiet=as_json):
         report = found.verify(snapshot_name)
     if as_json:

@@ -30,6 +30,8 @@ AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 def command_of(words: tuple[str, ...], text: str | None) -> Any:
     """The command as the client takes it. Raises click.UsageError."""
+    if words[0:1] and words[0].startswith("-") and words[0] != "--":
+        raise click.UsageError(f"{words[0]} stands after SESSION; options come before it.")
     given = list(words[1:] if words[:1] == ("--",) else words)
     if (text is None) == (not given):
         raise click.UsageError("Give a command, or --shell TEXT.")
@@ -163,11 +165,17 @@ def _show_processes(found: list[ProcessInfo]) -> None:
                 one.pid,
                 "running" if one.running else f"ended {one.exit_code}",
                 moment(one.started_at),
-                " ".join(one.argv)[:100],
+                " ".join(_first_line(word) for word in one.argv)[:100],
             )
             for one in found
         ],
     )
+
+
+def _first_line(word: str) -> str:
+    """An argument that is a whole program, told by its beginning."""
+    first, newline, _rest = word.partition("\n")
+    return f"{first[:40]}..." if newline else first
 
 
 def pass_on(process: Process, *, follow: bool) -> None:

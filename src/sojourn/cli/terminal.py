@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -127,19 +128,26 @@ def _keys(process: Process, left: threading.Event) -> None:
     with contextlib.suppress(SojournError):  # the end of the process shows in its output
         while data := os.read(handle, 4096):
             if interactive and DETACH in data:
-                process.write(data.partition(DETACH)[0])
-                left.set()
+                try:
+                    if before := data.partition(DETACH)[0]:
+                        process.write(before)
+                finally:
+                    left.set()  # leaving must not depend on the server's answer
                 return
             process.write(data)
-        process.write(b"\x04")  # the end of input, as a terminal says it
+        # The end of input, as a terminal says it. Again and again, as the end of a file is read
+        # again and again: a shell that is just starting throws the first away.
+        while True:
+            process.write(b"\x04")
+            time.sleep(0.5)
 
 
 def _resizes(process: Process, resized: threading.Event) -> None:
     from sojourn.errors import SojournError
 
-    with contextlib.suppress(SojournError):  # the process has ended
-        while resized.wait():
-            resized.clear()
+    while resized.wait():
+        resized.clear()
+        with contextlib.suppress(SojournError):  # the next one may succeed; the end shows elsewhere
             process.resize(*_size())
 
 
