@@ -422,6 +422,6 @@ async def test_activity_counts(guest: GuestLink, _: HostedSupervisor, __: Path) 
     after = await guest.activity()
     assert (after.started, after.ended) == (before.started + 1, before.ended + 1)
     started = time.time_ns()
-    state = await guest.start(sh("sleep 600"))
+    state = await guest.start(sh("exec sleep 600"))
     assert abs(state.started_ns - started) < 10**10
     assert (await guest.activity()).alive == 1

@@ -157,9 +157,8 @@ class TestUnified:
         directory = group.directories[0]
         assert group.memory_kills() == 0
         (directory / "memory.events").write_text("low 0\nmax 4\noom 2\noom_kill 3\n")
-        (directory / "pids.events").write_text("max 9\n")
         (directory / "cgroup.events").write_text("populated 1\nfrozen 1\n")
-        assert (group.memory_kills(), group.process_refusals(), group.frozen()) == (3, 9, True)
+        assert (group.memory_kills(), group.frozen()) == (3, True)
 
     def test_freeze_that_does_not_come_about_is_told(self, unified: Hierarchies) -> None:
         group = CgroupTree("t", unified).group("sbx_1")

@@ -63,8 +63,8 @@ class Session(msgspec.Struct, frozen=True):
     """A session as the database holds it. Times are seconds since 1970 (UTC).
 
     `head` is the newest snapshot on the session's current line; `epoch` grows with each placement.
-    `idle_deadline` and `lifetime_deadline` are absolute. `cause` and `failed_from` are set in
-    state `failed` (what broke, last good snapshot).
+    `idle_deadline` and `lifetime_deadline` are absolute. `cause` says what broke, in state `failed`
+    and after a sandbox was lost.
     """
 
     id: str
@@ -88,3 +88,8 @@ class Session(msgspec.Struct, frozen=True):
     cause: str | None
     created_at: float
     updated_at: float
+
+    @property
+    def live(self) -> bool:
+        """Whether it has a sandbox, running or frozen."""
+        return self.state in (SessionState.RUNNING, SessionState.PAUSED)

@@ -103,7 +103,8 @@ class NodeAgent:
         try:
             await sandbox.start(self._trusted, secrets.token_hex(16))
         except BaseException:
-            self._sandboxes.pop(record.sandbox, None)
+            # Where clearing up fails too it is tried again; what to tell is why the start failed.
+            await asyncio.shield(self.remove(record.sandbox))
             raise
 
     def find(self, sandbox: str, epoch: int) -> Sandbox:
@@ -243,13 +244,6 @@ class NodeAgent:
                 await self.remove(directory.name.removesuffix(_TRASH))
                 reaped.append(directory.name)
         return sorted(set(reaped))
-
-    def records(self) -> dict[str, SandboxRecord | None]:
-        """What lies on the disk; None for one whose record was never finished or is unreadable."""
-        found: dict[str, SandboxRecord | None] = {}
-        for directory in sorted(self.directory.iterdir()):
-            found[directory.name] = _record_or_none(directory)
-        return found
 
     def record(self, sandbox: str) -> SandboxRecord | None:
         """The record of a sandbox, running or only on disk."""

@@ -24,7 +24,6 @@ import msgspec
 from sojourn import faultpoints
 from sojourn.errors import (
     CaptureFailed,
-    CaptureRefused,
     SandboxLost,
     SojournError,
     StorageFull,
@@ -35,8 +34,8 @@ from sojourn.model import LayerRef, MemoryRef
 from sojourn.node import host
 from sojourn.node.isolation.base import Capability
 from sojourn.node.records import stacked
-from sojourn.node.sandboxes import ATTACH_SECONDS, Sandbox
-from sojourn.store.base import PendingLayer, SealedLayer
+from sojourn.node.sandboxes import Sandbox
+from sojourn.store.base import PendingLayer
 from sojourn.store.copying import written_early
 from sojourn.wire.guest import GuestActivity, OpenUnlinked
 
@@ -81,13 +80,6 @@ def _refusal(found: list[OpenUnlinked]) -> UnlinkedOpenFile:
     )
 
 
-async def look_for_obstacles(sandbox: Sandbox) -> None:
-    """Refuse early, from inside, where process ids can be told. Raises UnlinkedOpenFile."""
-    found = await sandbox.guest.unlinked()
-    if found:
-        raise _refusal(found)
-
-
 async def _freeze(sandbox: Sandbox, memory: bool) -> None:
     """Freeze for a capture; with `memory`, refuse what a checkpoint would not survive."""
     if memory and not sandbox.has(Capability.MEMORY):
@@ -98,16 +90,24 @@ async def _freeze(sandbox: Sandbox, memory: bool) -> None:
     was_frozen = sandbox.frozen
     if not was_frozen:
         if memory:
-            await look_for_obstacles(sandbox)
+            # Early, and from inside, where process ids can be told.
+            found = await sandbox.guest.unlinked()
+            if found:
+                raise _refusal(found)
         else:
             await sandbox.guest.sync()
     if sandbox.has(Capability.FREEZE):
         await sandbox.freeze()
     if memory:
         # Whoever lost its name between the look from inside and the freeze is found from outside.
-        gone = await asyncio.to_thread(sandbox.driver.unlinked_files, sandbox.spec)
+        try:
+            gone = await asyncio.to_thread(sandbox.driver.unlinked_files, sandbox.spec)
+        except BaseException:
+            with contextlib.suppress(SandboxLost):
+                await _thaw_or_lost(sandbox, was_frozen)
+            raise
         if gone:
-            await release(sandbox, was_frozen)
+            await _release(sandbox, was_frozen)
             found = [] if was_frozen else await sandbox.guest.unlinked(maps=True)
             found = [item for item in found if os.fsdecode(item.path) in gone] or found
             raise (
@@ -119,7 +119,7 @@ async def _freeze(sandbox: Sandbox, memory: bool) -> None:
             )
 
 
-async def release(sandbox: Sandbox, stay_frozen: bool) -> None:
+async def _release(sandbox: Sandbox, stay_frozen: bool) -> None:
     """Bring a sandbox back to what it was before a capture. Raises SandboxLost."""
     if not stay_frozen:
         await sandbox.thaw()
@@ -260,7 +260,7 @@ async def capture_live(sandbox: Sandbox, *, memory: bool) -> Captured:
 
 async def _thaw_or_lost(sandbox: Sandbox, stay_frozen: bool) -> None:
     # A cancelled request must not leave a frozen sandbox behind.
-    await asyncio.shield(release(sandbox, stay_frozen))
+    await asyncio.shield(_release(sandbox, stay_frozen))
 
 
 async def _both(first: Awaitable[_A], second: Awaitable[_B]) -> tuple[_A, _B]:
@@ -319,15 +319,9 @@ async def capture_final(sandbox: Sandbox, *, memory: bool) -> Sealed:
         with contextlib.suppress(SandboxLost):
             await _thaw_or_lost(sandbox, stay_frozen)
         raise _as_capture_error(error) from error
-    return seal_result(sandbox, sealed, image)
-
-
-def seal_result(sandbox: Sandbox, sealed: SealedLayer, image: MemoryRef | None) -> Sealed:
-    """What a final capture amounts to; an upper without entries adds no layer."""
-    empty = sealed.ref.entries == 0
     return Sealed(
         layers=_chain(sandbox, sealed.ref),
-        layer=None if empty else sealed.ref,
+        layer=None if sealed.ref.entries == 0 else sealed.ref,
         memory=image,
     )
 
@@ -338,22 +332,3 @@ def _as_capture_error(error: BaseException) -> BaseException:
     if isinstance(error, Exception):
         return CaptureFailed(f"the capture failed: {error}; the session runs on")
     return error
-
-
-async def attach_again(sandbox: Sandbox) -> None:
-    """Undo a final capture: the sandbox goes on. Raises SandboxLost."""
-    await sandbox.thaw()
-    if not sandbox.guest.attached:
-        await sandbox.guest.attach(ATTACH_SECONDS)
-
-
-__all__ = [
-    "CaptureRefused",
-    "Captured",
-    "Sealed",
-    "attach_again",
-    "capture_final",
-    "capture_live",
-    "look_for_obstacles",
-    "release",
-]

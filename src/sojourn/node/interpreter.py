@@ -125,7 +125,6 @@ class _Context:
         self.interrupts = 0  # of the guest, when the stream was opened
         self.fresh = True  # nothing was ever lost
         self.begin = False  # the next request cannot know what the stream holds
-        self.ended_by: str | None = None
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import logging
 import os
 import secrets
 import socket
@@ -26,8 +27,11 @@ from sojourn.node.link_errors import error_of
 from sojourn.wire import frames
 from sojourn.wire.frames import FrameError, Op, Reader
 
+log = logging.getLogger(__name__)
+
 SOCKET = "node.sock"
 MOST_OF_AN_ANSWER = 64 << 20  # all pieces of one answer together; the supervisor is not trusted
+_SOCKET_MODE = 0o600  # root inside alone may pose as the supervisor
 _ACKS_AT_ONCE = 64
 _WAITING = frozenset({Op.RUN, Op.WAIT, Op.OUTPUT, Op.WATCH_READ})
 _EMPTY = frames.HEADER.size
@@ -107,13 +111,9 @@ class Connection:
         control: Path,
         *,
         reconnect_within: float = 10.0,
-        on_lost: Callable[[], None] | None = None,
-        socket_mode: int = 0o600,
     ) -> None:
         self._control = control
         self._within = reconnect_within
-        self._on_lost = on_lost
-        self._mode = socket_mode
         self._client = secrets.token_bytes(16)
         self._state = _State.DETACHED
         self._stream: _Stream | None = None
@@ -365,7 +365,7 @@ class Connection:
                 os.unlink(SOCKET, dir_fd=directory)
             address = f"/proc/self/fd/{directory}/{SOCKET}"
             listener.bind(address)
-            os.chmod(address, self._mode)  # noqa: PTH101
+            os.chmod(address, _SOCKET_MODE)  # noqa: PTH101
             listener.listen(4)
             self._server = await asyncio.get_running_loop().create_unix_server(
                 lambda: _Stream(self), sock=listener
@@ -425,6 +425,7 @@ class Connection:
 
     def _broken(self, stream: _Stream, why: str) -> None:
         """What came was no frame of a supervisor: have nothing more to do with this connection."""
+        log.debug("%s: connection dropped: %s", self._control, why)
         if stream.transport is not None:
             stream.transport.abort()
 
@@ -455,8 +456,6 @@ class Connection:
             self._listening = loop.create_task(self._listen_again())
         if self._arrived is None and self._give_up is None:
             self._give_up = loop.call_later(self._within, self._not_back)
-        if self._on_lost is not None:
-            self._on_lost()
 
     async def _listen_again(self) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from sojourn.errors import FileMissing, InvalidRequest, PathInvalid, SojournError
+from sojourn.errors import FileMissing, InvalidRequest, PathInvalid
 from sojourn.node.link_connection import Connection, encode
 from sojourn.node.link_errors import display
 from sojourn.wire import frames
@@ -229,6 +229,3 @@ async def _pieces(data: AsyncIterator[bytes] | bytes) -> AsyncIterator[bytes]:
             del gathered[:_WHOLE]
     if gathered:
         yield bytes(gathered)
-
-
-__all__ = ["FileCalls", "SojournError"]

@@ -94,12 +94,6 @@ def mounts_under(path: Path) -> list[Path]:
     return [mount.target for mount in found]
 
 
-def is_mounted(target: Path) -> bool:
-    """Whether something is mounted at `target` itself."""
-    resolved = target.resolve()
-    return any(mount.target == resolved for mount in read_mounts())
-
-
 def mount_overlay(
     lowers: Sequence[Path], upper: Path, work: Path, target: Path, *, volatile: bool = False
 ) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from sojourn.errors import IntegrityError
 from sojourn.model import LayerRef, Limits, MemoryRef
 from sojourn.model.snapshots import SnapshotConfig
+from sojourn.store.copying import sync_path
 
 _FILE = "record.json"
 _SALVAGED = "salvaged.json"
@@ -43,19 +44,10 @@ def stacked(layers: list[LayerRef], layer: LayerRef) -> list[LayerRef]:
     return [*(one for one in layers if one.id != layer.id), layer]
 
 
-def fsync_directory(path: Path) -> None:
-    """Make entries of a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def write_record(directory: Path, record: SandboxRecord) -> None:
     """Write a sandbox's record durably; the directory must exist."""
     _write(directory, _FILE, record)
-    fsync_directory(directory.parent)
+    sync_path(directory.parent)
 
 
 def write_salvaged(directory: Path, layer: LayerRef) -> None:
@@ -83,7 +75,7 @@ def _write(directory: Path, name: str, value: msgspec.Struct) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(directory / name)
-    fsync_directory(directory)
+    sync_path(directory)
 
 
 def read_record(directory: Path) -> SandboxRecord | None:

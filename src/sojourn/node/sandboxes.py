@@ -1,18 +1,19 @@
 """One sandbox on this node: its mounts, its driver, its link to the supervisor.
 
 Guarantee: `start` either ends with a sandbox that answers and whose every used byte was checked,
-or raises and leaves nothing behind; `destroy` removes everything, whatever was left half-done.
+or raises; `destroy` removes everything, whatever was left half-done.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
 from sojourn import faultpoints
-from sojourn.errors import ResumeFailed, SandboxLost, SojournError
+from sojourn.errors import ResumeFailed, SandboxLost, SojournError, StorageFull
 from sojourn.model import LayerRef, SessionState
 from sojourn.node import host, mounts
 from sojourn.node.guest import Guest
@@ -120,7 +121,7 @@ class Sandbox:
         """Boot or restore, verify what is used meanwhile, and wait until the supervisor answers.
 
         `trusted` says which layers were checked so recently that it is not done again.
-        Raises ResumeFailed, IntegrityError, StorageFull; nothing is left then.
+        Raises ResumeFailed, IntegrityError, StorageFull; what was begun is the caller's to destroy.
         """
         try:
             if self.record.memory is not None:
@@ -134,17 +135,20 @@ class Sandbox:
                 tasks.create_task(asyncio.to_thread(self._verify, trusted))
             await self.guest.refresh(generation=generation)
             await self.mark()
-        except BaseException as error:
-            await asyncio.shield(self.destroy())
+        except Exception as error:
             first = _first(error)
             if isinstance(first, SandboxLost):
                 raise ResumeFailed(
                     f"the sandbox started but its supervisor does not answer: {first.message}",
                     **first.details,
                 ) from error
-            if isinstance(first, SojournError):
-                raise first from error
-            raise
+            if isinstance(first, OSError) and first.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFull(f"no room to start a sandbox: {first}") from error
+            if isinstance(first, OSError):
+                raise ResumeFailed(f"the sandbox cannot be started: {first}") from error
+            if first is error:
+                raise
+            raise first from error
 
     def _verify(self, trusted: Callable[[LayerRef], bool]) -> None:
         for layer in self.record.layers:

@@ -6,6 +6,8 @@ revocation is answered. Only the operator manages tokens.
 
 from __future__ import annotations
 
+import hashlib
+
 from sojourn.database.records import Role
 from sojourn.errors import Forbidden, NotFound, Unauthenticated
 from sojourn.server.base import Principal
@@ -22,20 +24,24 @@ class Accounts:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._seen: dict[str, Principal] = {}
+        self._seen: dict[bytes, Principal] = {}  # by the SHA-256 of the secret
+        self._revocations = 0
 
     async def authenticate(self, token: str | None) -> Principal:
         """Who a token stands for. Raises Unauthenticated."""
         if not token:
             raise Unauthenticated("no token was given")
-        seen = self._seen.get(token)
+        digest = hashlib.sha256(token.encode()).digest()
+        seen = self._seen.get(digest)
         if seen is not None:
             return seen
+        revocations = self._revocations
         known = await self._context.database.verify_token(token)
         who = Principal(tenant=known.tenant, actor=known.label or known.id, role=str(known.role))
         if len(self._seen) >= _REMEMBERED:
             self._seen.clear()
-        self._seen[token] = who
+        if revocations == self._revocations:  # else it may have been this one
+            self._seen[digest] = who
         return who
 
     def _operator(self, who: Principal) -> None:
@@ -80,6 +86,7 @@ class Accounts:
         """End a token's validity at once."""
         self._operator(who)
         revoked = await self._context.database.revoke_token(token)
+        self._revocations += 1
         self._seen.clear()
         if not revoked:
             raise NotFound(f"there is no valid token {token!r}")

@@ -2,7 +2,7 @@
 
 Guarantee: a token is taken from the `Authorization: Bearer` header alone, never from the query,
 so that it stays out of logs. What a token is worth is the service's business
-(`SessionService.authenticate`, which compares in constant time).
+(`SessionService.authenticate`, which looks for its hash).
 """
 
 from __future__ import annotations

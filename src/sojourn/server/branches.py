@@ -13,7 +13,7 @@ from typing import Any
 
 from sojourn import faultpoints
 from sojourn.database.writes import AppendEvent, InsertSession, Write
-from sojourn.errors import Interrupted, SandboxLost, SojournError
+from sojourn.errors import Interrupted, SandboxLost, SessionNotFound, SojournError
 from sojourn.lifecycle import Command, Verb, decide, first_deadlines
 from sojourn.model import (
     AutoSnapshot,
@@ -32,7 +32,6 @@ from sojourn.server.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
-_LIVE = (SessionState.RUNNING, SessionState.PAUSED)
 # Restores are bound by the processor; more at once only make each one slower.
 _STARTS_AT_ONCE = 2
 
@@ -53,13 +52,13 @@ class Branches:
         async with active.gate.closed("rollback"):
             target = await self._snapshots.read(run.request["snapshot"])
             await self._keep_present(run, active)
-            await self._switch(run, active, target, run.finish(None), "rollback")
+            await self._switch(run, active, target)
 
     async def _keep_present(self, run: Run, active: ActiveSession) -> None:
         """Put what the session is about to leave into the tree, if it is not there yet."""
         if run.data.get("kept"):
             return
-        if active.state in _LIVE and await self._placements.check_held(active):
+        if await self._placements.check_held(active):
             sandbox = self._context.sandbox(active)
             automatic = active.session.policy.auto_snapshot is not AutoSnapshot.OFF
             if automatic and (sandbox.frozen or active.dirty or await sandbox.changed()):
@@ -68,34 +67,31 @@ class Branches:
         await run.step("kept", kept=True)
 
     async def _switch(
-        self,
-        run: Run,
-        active: ActiveSession,
-        target: Snapshot,
-        finish: Write,
-        kind: str,
-        **details: Any,
+        self, run: Run, active: ActiveSession, target: Snapshot, *also: Write, **details: Any
     ) -> None:
+        """Go on from `target` and finish the operation, in one commit with `also`."""
+        verb = run.operation.verb
         session = active.session
         old = session.sandbox
-        event = run.event(
-            session=session.id, kind=kind, before=session.head, after=target.id, **details
+        writes = (
+            run.finish(None),
+            run.event(before=session.head, after=target.id, **details),
+            *also,
         )
-        if session.state not in _LIVE:
+        if not session.live:
             decide(session, Command(Verb.ROLLBACK))
             await self._context.commit(
                 active,
                 {"state": SessionState.SUSPENDED, "head": target.id, "cause": None},
-                finish,
-                event,
+                *writes,
             )
             return
-        await self._placements.place(run, active, target, {"head": target.id}, finish, event)
-        faultpoints.reach(f"{kind}.commit")
+        await self._placements.place(run, active, target, {"head": target.id}, *writes)
+        faultpoints.reach(f"{verb}.commit")
         if old:
             agent = self._context.agent
             if agent.has(old):
-                await agent.find(old, session.epoch).guest.interrupt(f"the session had a {kind}")
+                await agent.find(old, session.epoch).guest.interrupt(f"the session had a {verb}")
             agent.destroy_soon(old)
 
     # -- fork -------------------------------------------------------------------------------
@@ -115,7 +111,7 @@ class Branches:
                 for child in children:
                     tasks.create_task(self._child(run, source.session, snapshot, child, starts))
             faultpoints.reach("fork.children")
-        except* SojournError as group:
+        except ExceptionGroup as group:
             await self._undo(run, children)
             raise group.exceptions[0] from None
         try:
@@ -135,14 +131,17 @@ class Branches:
             raise
 
     async def _fork_point(self, run: Run, source: ActiveSession) -> Snapshot:
-        known = run.data.get("point") or run.request.get("snapshot")
+        named = run.request.get("snapshot")
+        known = run.data.get("point") or named
         if known:
+            if named:
+                decide(source.session, Command(Verb.FORK, snapshot=True))
             return await self._snapshots.read(known)
         async with source.gate.closed("fork"):
             decide(source.session, Command(Verb.FORK))
-            if source.state in _LIVE and not await self._placements.check_held(source):
+            if source.session.live and not await self._placements.check_held(source):
                 raise SandboxLost(f"the sandbox had ended: {source.session.cause}")
-            if source.state in _LIVE:
+            if source.session.live:
                 sandbox = self._context.sandbox(source)
                 if not source.dirty and not sandbox.frozen and await self._head_is_now(source):
                     point = await self._snapshots.head(source.session)
@@ -239,8 +238,8 @@ class Branches:
         for child in children:
             try:
                 active = await self._context.registry.find(run.operation.tenant, child["id"])
-            except SojournError:
-                continue  # it was never made
+            except SessionNotFound:
+                continue  # it was never made, or is deleted already
             async with active.gate.closed("fork"):
                 sandbox = active.session.sandbox
                 await self._context.commit(
@@ -262,9 +261,7 @@ class Branches:
             await run.step("point", point=point.id)
         async with parent.gate.closed("promote"):
             await self._keep_present(run, parent)
-            await self._switch(run, parent, point, run.finish(None), "promote", child=child.id)
-        self._context.database.append_event(
-            AppendEvent(
+            told = AppendEvent(
                 session=child.id,
                 kind="promoted",
                 actor=run.actor,
@@ -274,12 +271,12 @@ class Branches:
                 after=point.id,
                 operation=run.operation.id,
             )
-        )
+            await self._switch(run, parent, point, told, child=child.id)
 
     async def _child_point(self, run: Run, child: ActiveSession) -> Snapshot:
         async with child.gate.closed("promote"):
             decide(child.session, Command(Verb.PROMOTE))
-            if child.state in _LIVE and await self._placements.check_held(child):
+            if await self._placements.check_held(child):
                 sandbox = self._context.sandbox(child)
                 if not child.dirty and not sandbox.frozen and await self._head_is_now(child):
                     return await self._snapshots.head(child.session)

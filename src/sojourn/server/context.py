@@ -11,8 +11,8 @@ import msgspec
 
 from sojourn.database.base import Database
 from sojourn.database.writes import UpdateSession, Write
-from sojourn.errors import SandboxLost, UnknownTemplate, WrongState
-from sojourn.model import LayerRef, Session, SessionState
+from sojourn.errors import UnknownTemplate, WrongState
+from sojourn.model import LayerRef, Session
 from sojourn.node.agent import NodeAgent
 from sojourn.node.sandboxes import Sandbox
 from sojourn.server.registry import ActiveSession, Registry
@@ -136,14 +136,3 @@ class Context:
             for chore in list(self._chores):
                 chore.cancel()
             await asyncio.gather(*list(self._chores), return_exceptions=True)
-
-    def is_lost(self, active: ActiveSession) -> bool:
-        """Whether the record names a sandbox the node does not have."""
-        session = active.session
-        if session.state not in (SessionState.RUNNING, SessionState.PAUSED):
-            return False
-        try:
-            self.sandbox(active)
-        except SandboxLost:
-            return True
-        return False

@@ -13,6 +13,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from sojourn import faultpoints
 from sojourn.database.records import Operation
 from sojourn.database.writes import AppendEvent, FinishOperation, Write
@@ -45,7 +47,6 @@ class Run:
         self.operation = operation
         self.active = active
         self.data: dict[str, Any] = dict(operation.data)
-        self.finished: Any = None
         self.done = False
         self.actor = str(operation.request.get("actor", "server"))
 
@@ -53,11 +54,6 @@ class Run:
     def request(self) -> dict[str, Any]:
         """The verb's arguments as they were recorded."""
         return self.operation.request
-
-    @property
-    def resumed(self) -> bool:
-        """Whether an earlier server process had begun it."""
-        return self.operation.step_number > 0
 
     async def step(self, step: str, **data: Any) -> None:
         """Record that a step is done (durably), before the next begins."""
@@ -68,7 +64,6 @@ class Run:
 
     def finish(self, result: Any) -> FinishOperation:
         """The write that ends the operation; commit it together with what it did."""
-        self.finished = result
         self.done = True
         return FinishOperation(self.operation.id, result=result)
 
@@ -78,14 +73,12 @@ class Run:
         result: str = "ok",
         before: str | None = None,
         after: str | None = None,
-        session: str | None = None,
-        kind: str | None = None,
         **details: Any,
     ) -> AppendEvent:
         """The write that puts it into the event log."""
         return AppendEvent(
-            session=session or self.active.id,
-            kind=kind or self.operation.verb,
+            session=self.active.id,
+            kind=self.operation.verb,
             actor=self.actor,
             result=result,
             details=details,
@@ -215,11 +208,9 @@ class Operations:
 
     async def _fail(self, run: Run, error: SojournError) -> Operation:
         database = self._context.database
-        event = run.event(
-            result=error.code,
-            message=error.message,
-            before=run.active.session.head,
-            **error.details,
+        event = msgspec.structs.replace(
+            run.event(result=error.code, before=run.active.session.head),
+            details=error.details | {"message": error.message},
         )
         try:
             await database.commit([FinishOperation(run.operation.id, error=to_body(error)), event])

@@ -99,7 +99,7 @@ class Placements:
                 *also,
             )
         except BaseException:
-            await self._context.agent.destroy(record.sandbox)
+            await self._context.agent.remove(record.sandbox)
             raise
         active.over_quota = None
         active.dirty = False
@@ -108,7 +108,7 @@ class Placements:
     async def lost(self, active: ActiveSession, cause: str) -> None:
         """Suspend a session whose sandbox died. The caller holds the gate. Idempotent."""
         session = active.session
-        if session.state not in (SessionState.RUNNING, SessionState.PAUSED):
+        if not session.live:
             return
         sandbox = session.sandbox
         log.warning("session %s lost its sandbox: %s", session.id, cause)
@@ -163,21 +163,21 @@ class Placements:
 
     async def check(self, active: ActiveSession) -> bool:
         """Look whether the sandbox lives, and note its loss. The caller must not hold the gate."""
-        if active.state not in (SessionState.RUNNING, SessionState.PAUSED):
+        if not active.session.live:
             return False
         async with active.gate.closed("check"):
             return await self.check_held(active)
 
     async def check_held(self, active: ActiveSession) -> bool:
         """`check` for a caller that holds the gate."""
-        if active.state not in (SessionState.RUNNING, SessionState.PAUSED):
+        if not active.session.live:
             return False
         try:
             sandbox = self._context.sandbox(active)
         except SandboxLost as error:
             await self.lost(active, error.message)
             return False
-        status = sandbox.status()
+        status = await asyncio.to_thread(sandbox.status)
         if status.alive:
             return True
         await self.lost(active, status.cause or "the sandbox ended")

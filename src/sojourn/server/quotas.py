@@ -48,7 +48,6 @@ class Quotas:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._free: dict[str, int] = {}
 
     def base_bytes(self, sandbox: Sandbox) -> int:
         """What the session's sealed layers above the template hold."""

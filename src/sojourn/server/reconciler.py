@@ -12,7 +12,7 @@ import contextlib
 import logging
 
 from sojourn.database.records import Operation
-from sojourn.errors import SandboxLost, SojournError
+from sojourn.errors import SandboxLost, SessionNotFound, SojournError
 from sojourn.lifecycle import Action, Found, Host, Verb, reconcile
 from sojourn.model import Session, SessionState
 from sojourn.server.context import Context
@@ -140,7 +140,7 @@ class Reconciler:
         """Take an unfinished operation up again; each body goes on from what its steps recorded."""
         try:
             active = await self._context.registry.find(None, operation.session)
-        except SojournError:
+        except SessionNotFound:
             # Deleted: the operation's own record was all that was left to do.
             await self._context.database.finish(operation.id, None)
             return

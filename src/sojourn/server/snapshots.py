@@ -75,13 +75,12 @@ class Snapshots:
         kind: SnapshotKind,
         *,
         label: str | None = None,
-        parent: str | None = None,
     ) -> Snapshot:
-        """The manifest of a new snapshot under the session's head (or `parent`)."""
+        """The manifest of a new snapshot under the session's head."""
         return Snapshot(
             id=new_id("snp"),
             session=session.id,
-            parent=parent if parent is not None else session.head,
+            parent=session.head,
             kind=kind,
             label=label,
             created_at=time.time(),
@@ -135,7 +134,6 @@ class Snapshots:
         active: ActiveSession,
         taking: Taking,
         *,
-        label: str | None = None,
         turn: int | None = None,
         actor: str = "server",
     ) -> Snapshot:
@@ -153,7 +151,6 @@ class Snapshots:
                 captured.layers,
                 captured.memory,
                 taking.kind,
-                label=label,
             )
             record = await self.publish(snapshot, session.tenant)
             faultpoints.reach("auto.publish")
@@ -165,7 +162,7 @@ class Snapshots:
                     kind="snapshot",
                     actor=actor,
                     result="ok",
-                    details={"kind": str(taking.kind), "label": label, "memory": taking.memory},
+                    details={"kind": str(taking.kind), "memory": taking.memory},
                     before=session.head,
                     after=snapshot.id,
                 )
@@ -188,21 +185,19 @@ class Snapshots:
         active: ActiveSession,
         kind: SnapshotKind,
         *,
-        label: str | None = None,
         memory: bool = True,
-        turn: int | None = None,
         actor: str = "server",
     ) -> Snapshot:
         """`begin` and `finish` for a caller that holds the gate until it is committed."""
         taking = await self.begin(active, kind, memory=memory)
-        return await self.finish(active, taking, label=label, turn=turn, actor=actor)
+        return await self.finish(active, taking, actor=actor)
 
     async def begin_or_files_only(self, active: ActiveSession) -> Taking:
         """Begin an automatic snapshot; what memory cannot be taken of is at least kept as files."""
         try:
             return await self.begin(active, SnapshotKind.AUTO)
         except CaptureRefused as error:
-            self._context.database.append_event(
+            await self._context.database.append_event(
                 AppendEvent(
                     session=active.id,
                     kind="snapshot.refused",

@@ -135,7 +135,7 @@ class Timers:
     async def watch(self) -> None:
         """Notice sandboxes that died and sessions that hold more than they may."""
         for active in self._context.registry.all():
-            if active.state not in (SessionState.RUNNING, SessionState.PAUSED):
+            if not active.session.live:
                 continue
             held = not active.gate.is_open
             try:

@@ -24,7 +24,6 @@ from sojourn.errors import (
     SojournError,
     StorageFull,
     Unsupported,
-    WrongState,
 )
 from sojourn.lifecycle import Command, Verb, decide, expired, settled_deadline
 from sojourn.model import LayerRef, SessionState, Snapshot, SnapshotKind
@@ -42,7 +41,6 @@ log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
 _ABORT_SECONDS = 0.2
-_LIVE = (SessionState.RUNNING, SessionState.PAUSED)
 
 
 class SealPlan(msgspec.Struct, frozen=True):
@@ -68,8 +66,7 @@ class Verbs:
         active = run.active
         async with active.gate.closed("create"):
             session = active.session
-            if session.state is not SessionState.CREATING:
-                raise WrongState(f"session {session.id} is {session.state} already")
+            decide(session, Command(Verb.CREATE))
             template = self._context.template(session.template)
             config = SnapshotConfig(
                 template=template.name,
@@ -183,9 +180,9 @@ class Verbs:
         memory = bool(run.request.get("memory", True))
         async with active.gate.closed("snapshot"):
             decide(active.session, Command(Verb.SNAPSHOT))
-            if active.state in _LIVE and not await self._placements.check_held(active):
+            if active.session.live and not await self._placements.check_held(active):
                 raise SandboxLost(f"the sandbox had ended: {active.session.cause}")
-            if active.state in _LIVE:
+            if active.session.live:
                 sandbox = self._context.sandbox(active)
                 if memory and not sandbox.has(Capability.LIVE_CHECKPOINT):
                     memory = False
@@ -202,7 +199,7 @@ class Verbs:
                     await self._add(run, head.layers, kept, label, head.config)
             # Of what is in memory, files alone keep nothing.
             active.dirty = (
-                active.state in _LIVE
+                active.session.live
                 and not memory
                 and self._context.sandbox(active).has(Capability.LIVE_CHECKPOINT)
             )
@@ -239,7 +236,7 @@ class Verbs:
         active = run.active
         async with active.gate.closed("suspend"):
             if run.data.get("plan") is not None:
-                await self.finish_seal(run, SnapshotKind.SUSPEND)
+                await self._finish_seal(run)
                 return
             if active.state is SessionState.SUSPENDED or not await self._due(run):
                 await self._done(run, {})
@@ -252,12 +249,12 @@ class Verbs:
             if not self._context.sandbox(active).has(Capability.MEMORY):
                 memory = False
             try:
-                await self.seal(run, memory, SnapshotKind.SUSPEND)
+                await self._seal(run, memory)
             except CaptureRefused:
                 if not run.request.get("force"):
                     raise
-                await self.seal(run, False, SnapshotKind.SUSPEND)
-            await self.finish_seal(run, SnapshotKind.SUSPEND)
+                await self._seal(run, False)
+            await self._finish_seal(run)
 
     async def _due(self, run: Run) -> bool:
         """Whether a suspension for a deadline still is: it may have been moved out meanwhile, and
@@ -267,7 +264,7 @@ class Verbs:
         newest = await self._context.database.get_session(None, run.active.id)
         return expired(newest, time.time(), busy=run.active.busy) is not None
 
-    async def seal(self, run: Run, memory: bool, kind: SnapshotKind) -> None:
+    async def _seal(self, run: Run, memory: bool) -> None:
         """Capture everything of a sandbox and record durably how to end it; it stays frozen.
 
         Raises like `captures.capture_final`; the session runs on then.
@@ -276,13 +273,17 @@ class Verbs:
         sandbox = self._context.sandbox(active)
         was_paused = sandbox.frozen
         async with self._context.guard.publishing():
-            faultpoints.reach(f"{run.operation.verb}.capture.before")
+            faultpoints.reach("suspend.capture.before")
             sealed = await captures.capture_final(sandbox, memory=memory)
-            faultpoints.reach(f"{run.operation.verb}.capture")
+            faultpoints.reach("suspend.capture")
             plan = SealPlan(
                 sandbox=sandbox.record.sandbox,
                 snapshot=self._snapshots.manifest(
-                    active.session, sandbox.record.config, sealed.layers, sealed.memory, kind
+                    active.session,
+                    sandbox.record.config,
+                    sealed.layers,
+                    sealed.memory,
+                    SnapshotKind.SUSPEND,
                 ),
                 layer=sealed.layer,
             )
@@ -290,10 +291,10 @@ class Verbs:
                 await run.step("seal", plan=msgspec.to_builtins(plan))
             except BaseException:
                 if not was_paused:
-                    await captures.attach_again(sandbox)
+                    await sandbox.thaw()
                 raise
 
-    async def finish_seal(self, run: Run, kind: SnapshotKind) -> None:
+    async def _finish_seal(self, run: Run) -> None:
         """End the sealed sandbox, move its files into the store, commit. Repeats until it is done:
         from here on the only way is forward."""
         active = run.active
@@ -315,18 +316,17 @@ class Verbs:
 
     async def _finish_once(self, run: Run, plan: SealPlan) -> None:
         active = run.active
-        verb = run.operation.verb
         agent = self._context.agent
         if agent.has(plan.sandbox):
             sandbox = agent.find(plan.sandbox, active.session.epoch)
             await sandbox.guest.interrupt("the session was suspended")
         await agent.stop(plan.sandbox)
-        faultpoints.reach(f"{verb}.kill")
+        faultpoints.reach("suspend.kill")
         await agent.take(plan.sandbox, plan.layer)
-        faultpoints.reach(f"{verb}.take")
+        faultpoints.reach("suspend.take")
         session = active.session
         record = await self._snapshots.publish(plan.snapshot, session.tenant)
-        faultpoints.reach(f"{verb}.publish")
+        faultpoints.reach("suspend.publish")
         await self._context.commit(
             active,
             suspended_changes(session) | {"head": plan.snapshot.id, "cause": None},

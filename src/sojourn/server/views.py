@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from sojourn.database.records import Event, Operation, SnapshotRecord
@@ -123,8 +122,3 @@ def change_info(change: Change) -> ChangeInfo:
         size_after=change.after.size if change.after else None,
         path_bytes=exact,
     )
-
-
-def text_path(path: bytes) -> str:
-    """A path as a key of text diffs."""
-    return os.fsdecode(path).encode("utf-8", "surrogateescape").decode(errors="replace")

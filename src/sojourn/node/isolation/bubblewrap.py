@@ -50,7 +50,8 @@ class BubblewrapDriver:
         self._state = state
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._tree = CgroupTree(scope)
-        self.runtime = self._version()
+        reported = processes.reported_version(bwrap, "Install the package bubblewrap.")
+        self.runtime = reported or "bubblewrap unknown"
         found: set[Capability] = set()
         if self._tree.can_freeze:
             found.add(Capability.FREEZE)
@@ -257,22 +258,6 @@ class BubblewrapDriver:
             # The monitor and the first process, which takes all others with it.
             found |= {child.pid, *processes.children(child.pid)}
         return found
-
-    def _version(self) -> str:
-        try:
-            found = subprocess.run(
-                [self._bwrap, "--version"],
-                capture_output=True,
-                timeout=20,
-                env=processes.ENVIRONMENT,
-                stdin=subprocess.DEVNULL,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise HostUnfit(
-                f"bwrap cannot be run: {error}", next_step="Install the package bubblewrap."
-            ) from error
-        return found.stdout.decode(errors="replace").strip() or "bubblewrap unknown"
 
 
 def _group_limits(limits: Limits) -> GroupLimits:

@@ -214,15 +214,6 @@ class Cgroup:
             files.append(self._v2 / "memory.events")
         return sum(_counter(file, "oom_kill") for file in files)
 
-    def process_refusals(self) -> int:
-        """How often a new process or thread was refused for the pids limit."""
-        files = []
-        if (pids := self._v1.get("pids")) is not None:
-            files.append(pids / "pids.events")
-        if self._v2 is not None:
-            files.append(self._v2 / "pids.events")
-        return sum(_counter(file, "max") for file in files)
-
     def freeze(self, deadline: float) -> bool:
         """Stop every process of the group; False when that did not come about in time."""
         self._set_frozen(True)
@@ -379,7 +370,7 @@ def _write(file: Path, value: str, *, optional: bool = False) -> None:
 def _read(file: Path) -> str:
     try:
         return file.read_text()
-    except (FileNotFoundError, OSError):
+    except OSError:  # the controller is missing, or the group is gone
         return ""
 
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -55,20 +54,7 @@ def close_state(path: Path) -> None:
 
 def version(runsc: Path) -> str:
     """The version runsc reports."""
-    try:
-        found = subprocess.run(
-            [runsc, "--version"],
-            capture_output=True,
-            timeout=20,
-            env=processes.ENVIRONMENT,
-            stdin=subprocess.DEVNULL,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise HostUnfit(
-            f"runsc cannot be run: {error}", next_step="Run `sojourn setup`, or set SOJOURN_RUNSC."
-        ) from error
-    first = found.stdout.decode(errors="replace").partition("\n")[0]
+    first = processes.reported_version(runsc, "Run `sojourn setup`, or set SOJOURN_RUNSC.")
     return first.removeprefix("runsc version").strip() or "unknown"
 
 

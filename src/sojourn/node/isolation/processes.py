@@ -19,6 +19,10 @@ from pathlib import Path
 
 import msgspec
 
+from sojourn.errors import HostUnfit
+
+_VERSION_SECONDS = 20.0
+
 # Joins the cgroups before anything else runs, so that nothing of the sandbox is ever outside.
 # `$1` is the number of cgroup directories that follow; the command comes after them.
 _ENTER = """n=$1; shift
@@ -46,14 +50,13 @@ def run(
     cgroups: Sequence[Path] = (),
     output: Path | None = None,
     timeout: float,
-    cwd: Path | None = None,
 ) -> Finished:
     """Run a command in the cgroups, in a process group of its own, and wait for its end.
 
     Its output goes to a file, never to a pipe: what stays running afterwards would hold a pipe
     open, and the wait for its end would never return.
     """
-    process = spawn(command, cgroups=cgroups, output=output, cwd=cwd)
+    process = spawn(command, cgroups=cgroups, output=output)
     try:
         if await_end(process.pid, timeout):
             return Finished(process.wait(), False)
@@ -85,7 +88,6 @@ def spawn(
     cgroups: Sequence[Path] = (),
     output: Path | None = None,
     errors: int | None = None,
-    cwd: Path | None = None,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a command in the cgroups, apart from the caller's terminal and environment."""
@@ -98,12 +100,28 @@ def spawn(
             stdout=sink,
             stderr=sink if errors is None else errors,
             env=ENVIRONMENT,
-            cwd=cwd or "/",
+            cwd="/",
             start_new_session=True,
             pass_fds=pass_fds,
         )
     finally:
         os.close(sink)
+
+
+def reported_version(program: Path, next_step: str) -> str:
+    """The first line a program prints for `--version`. Raises HostUnfit with the next step."""
+    try:
+        found = subprocess.run(
+            [program, "--version"],
+            capture_output=True,
+            timeout=_VERSION_SECONDS,
+            env=ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise HostUnfit(f"{program} cannot be run: {error}", next_step=next_step) from error
+    return found.stdout.decode(errors="replace").partition("\n")[0].strip()
 
 
 def state(pid: int) -> str | None:

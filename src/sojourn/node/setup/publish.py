@@ -9,15 +9,16 @@ frees it and no stale lock can block a set-up.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sojourn.errors import HostUnfit, StorageFull
+from sojourn.store.copying import sync_filesystem, sync_path
 
 Progress = Callable[[str], None]
 """Takes one line about what happens now, for a person to read."""
@@ -65,12 +66,12 @@ def publish(target: Path, build: Callable[[Path], None], progress: Progress) -> 
         try:
             staging.chmod(0o755)
             build(staging)
-            sync_tree(staging)
+            sync_filesystem(staging)
             staging.rename(target)
-            sync_directory(target.parent)
+            sync_path(target.parent)
         except BaseException as error:
             remove_tree(staging)
-            if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFull(f"no room in {target.parent} for {target.name}") from error
             raise
     return True
@@ -85,7 +86,7 @@ def point(link: Path, name: str) -> None:
     try:
         (fresh / "link").symlink_to(name)
         (fresh / "link").rename(link)
-        sync_directory(link.parent)
+        sync_path(link.parent)
     finally:
         remove_tree(fresh)
 
@@ -94,17 +95,3 @@ def remove_tree(tree: Path) -> None:
     """Remove a directory tree; a tree that is gone already is fine."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(tree)
-
-
-def sync_tree(tree: Path) -> None:
-    """Have the file system of `tree` write out all it holds back."""
-    subprocess.run(["sync", "--file-system", str(tree)], check=True, stdin=subprocess.DEVNULL)
-
-
-def sync_directory(directory: Path) -> None:
-    """Have a directory's names written out."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
