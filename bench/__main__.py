@@ -63,7 +63,9 @@ def main() -> None:
         return
     when = time.strftime("%Y-%m-%d", time.gmtime())
     results = {"date": when, "machine": machine(), "rows": [asdict(row) for row in rows]}
-    (ROOT / "bench" / "results" / "latest.json").write_text(json.dumps(results, indent=1) + "\n")
+    latest = ROOT / "bench" / "results" / "latest.json"
+    latest.parent.mkdir(exist_ok=True)
+    latest.write_text(json.dumps(results, indent=1) + "\n")
     page = ROOT / "docs" / "performance.md"
     before, mark, _ = page.read_text().partition("<!-- results -->\n")
     page.write_text(f"{before}{mark}\nMeasured {when} on {machine()}.\n\n{table(rows)}\n")

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from sojourn.client import Session, Sojourn
 from sojourn.node import tools
+from sojourn.node.isolation import processes
 
 UP = (sys.executable, "-m", "sojourn.cli.main", "up")
 
@@ -71,15 +72,18 @@ def server() -> Iterator[tuple[Sojourn, Path]]:
             text=True,
         )
     assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line.startswith("ready "):
-        raise SystemExit(f"the server did not start: {(directory / 'log').read_text()[-2000:]}")
-    client = Sojourn(url=line.split()[1], token=(data / "token").read_text().strip())
     try:
-        yield client, data
+        line = process.stdout.readline()
+        if not line.startswith("ready "):
+            raise SystemExit(f"the server did not start: {(directory / 'log').read_text()[-2000:]}")
+        token = (data / "token").read_text().strip()
+        with Sojourn(url=line.split()[1], token=token) as client:
+            try:
+                yield client, data
+            finally:
+                for session in client.sessions.list():
+                    session.delete()
     finally:
-        for session in client.sessions.list():
-            session.delete()
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
         process.stdout.close()
@@ -228,13 +232,10 @@ def pss_bytes(pid: int) -> int:
     return 0
 
 
-def processes_naming(text: Path) -> list[int]:
+def processes_naming(path: Path) -> list[int]:
     """Host processes whose command line names a path."""
-    needle = os.fsencode(str(text))
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if needle in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-    return found
+    return [
+        pid
+        for pid in processes.all_pids()
+        if pid != os.getpid() and any(str(path) in word for word in processes.command_line(pid))
+    ]

@@ -108,7 +108,7 @@ def _options(command: click.Command, context: click.Context) -> str:
     rows = []
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
-        if record is None or parameter.name == "help" or parameter.param_type_name == "argument":
+        if record is None or "--help" in parameter.opts or parameter.param_type_name == "argument":
             continue
         names, text = (part.replace("|", "\\|") for part in record)
         rows.append(f"| `{names}` | {text} |")

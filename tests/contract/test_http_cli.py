@@ -285,6 +285,9 @@ def test_copying(box: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert said(capsys, "session", "cp", "a", "b")[0] == 101
     assert said(capsys, "session", "cp", str(tmp_path / "none"), f"{box.id}:/x")[0] == 101
     assert said(capsys, "session", "cp", f"{box.id}:/none", str(down))[0] == 103
+    for arguments in (("x" * 300, f"{box.id}:/x"), (f"{box.id}:/up", str(down / "file"))):
+        code, _, told = said(capsys, "session", "cp", *arguments)
+        assert code == 101 and told.startswith("Error: ") and "Traceback" not in told
 
 
 def test_service(client: Sojourn, capsys: pytest.CaptureFixture[str]) -> None:

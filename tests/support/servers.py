@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from sojourn.client import Sojourn
+from sojourn.node.isolation import processes
 
 UP = (sys.executable, "-m", "sojourn.cli.main", "up")
 
@@ -104,16 +105,11 @@ class ServerProcess:
 
 def host_processes(data: Path) -> list[int]:
     """Host processes whose command line names the data directory."""
-    needle = os.fsencode(str(data))
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if needle in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    return found
+    return [
+        pid
+        for pid in processes.all_pids()
+        if pid != os.getpid() and any(str(data) in word for word in processes.command_line(pid))
+    ]
 
 
 def eventually(condition, timeout: float = 20.0, every: float = 0.05):  # type: ignore[no-untyped-def]

@@ -6,6 +6,7 @@ target, whatever the session holds.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,10 +47,14 @@ def copy(source: str, target: str, owner: str | None, owners: bool, as_json: boo
     if (from_ref is None) == (to_ref is None):
         raise click.UsageError("One of SOURCE and TARGET is SESSION:/path, the other a local path.")
     with working(f"Copying {safe(source)}", quiet=as_json):
-        if to_ref is not None:
-            done = upload(session(to_ref), Path(from_path), from_path, to_path, owner)
-        else:
-            done = download(session(str(from_ref)), from_path, to_path, owners)
+        try:
+            if to_ref is not None:
+                done = upload(session(to_ref), Path(from_path), from_path, to_path, owner)
+            else:
+                done = download(session(str(from_ref)), from_path, to_path, owners)
+        except OSError as error:  # of this machine: the session's own are errors of the tree
+            where = os.fsdecode(error.filename or source)
+            raise click.ClickException(f"{safe(where)}: {error.strerror}") from error
     emit(done, as_json, lambda: _show(done))
 
 

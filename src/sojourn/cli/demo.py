@@ -25,6 +25,7 @@ import click
 
 from sojourn.client import Session, Sojourn
 from sojourn.errors import SojournError
+from sojourn.node.isolation import processes
 
 UP = (sys.executable, "-m", "sojourn.cli.main", "up")
 
@@ -122,17 +123,13 @@ class Demo:
 
     def processes_on_host(self) -> list[int]:
         """Host processes of sandboxes of this demo's server."""
-        own = os.fsencode(str(self._data))
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            if self._server is not None and int(entry.name) == self._server.pid:
-                continue
-            with contextlib.suppress(OSError):
-                if own in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-        return found
+        own = {os.getpid(), self._server.pid if self._server is not None else 0}
+        return [
+            pid
+            for pid in processes.all_pids()
+            if pid not in own
+            and any(str(self._data) in word for word in processes.command_line(pid))
+        ]
 
     def inspect(self, session: Session) -> dict[str, object]:
         """What the counter has written, read inside the session."""
@@ -147,13 +144,12 @@ class Demo:
 
     def run(self) -> None:
         """All of it."""
-        client = self.start_server()
         self._say("A session that works")
-        session = client.sessions.create(name="demo")
+        session = self.start_server().sessions.create(name="demo")
         self.check("created and running", session.state == "running", session.id)
         self._work(session)
         self._put_away(session)
-        forks = self._fork(client, session)
+        forks = self._fork(session)
         self._back(session)
         client = self._crash(session)
         session = client.sessions.get("demo")
@@ -214,7 +210,7 @@ class Demo:
         total = session.run_code("total").text
         self.check("the interpreter still holds its variables", total == "499999500000", total)
 
-    def _fork(self, client: Sojourn, session: Session) -> list[Session]:
+    def _fork(self, session: Session) -> list[Session]:
         self._say("Forked three ways")
         session.snapshot(label="before-forks")
         started = time.perf_counter()

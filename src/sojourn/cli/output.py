@@ -1,6 +1,7 @@
 """How commands speak: tables for people, JSON for programs, never a terminal's control characters.
 
-Guarantee: with `--json` standard output holds one JSON document, the API's own; without it, text
+Guarantee: with `--json` standard output holds one JSON document, the API's own (of what goes on,
+such as `events --follow`, one a line); without it, text
 that came from elsewhere (names, labels, paths, messages) is shown with its control characters
 escaped, so that it can neither move the cursor nor disguise itself. A command's own output is not
 text for people: it is passed on byte for byte.
