@@ -139,8 +139,10 @@ def test_followers_get_everything_once_and_in_order(database: Harness) -> None:
 
 
 def test_followers_are_woken_by_events_of_a_commit_and_ended_by_closing(
-    database: Harness,
+    database: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sojourn.database.sqlite.database._POLL", 600.0)  # only a notice wakes
+
     async def scenario(db: Database) -> None:
         session = await insert_session(db, make_session())
         stream = db.follow_events(session.id)
@@ -148,12 +150,12 @@ def test_followers_are_woken_by_events_of_a_commit_and_ended_by_closing(
         await asyncio.sleep(0.05)
         assert not first.done()
         await db.commit([AppendEvent(session.id, "pause")])
-        assert (await asyncio.wait_for(first, 3)).kind == "pause"
+        assert (await asyncio.wait_for(first, 30)).kind == "pause"
         second = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0.05)
         await db.close()
         with pytest.raises(Unreachable):
-            await asyncio.wait_for(second, 3)
+            await asyncio.wait_for(second, 30)
 
     database.run(scenario)
 
