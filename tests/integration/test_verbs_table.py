@@ -10,8 +10,8 @@ import pytest
 from sojourn.client import Session, Sojourn
 from sojourn.errors import WrongState
 from sojourn.lifecycle import Command, Verb, decide
-from sojourn.model import Limits, Policy, SessionState
-from sojourn.model import Session as Record
+from sojourn.model import SessionState
+from support.databases import make_session
 
 STATES = (SessionState.RUNNING, SessionState.PAUSED, SessionState.SUSPENDED)
 
@@ -19,28 +19,12 @@ STATES = (SessionState.RUNNING, SessionState.PAUSED, SessionState.SUSPENDED)
 def expected(session: Session, verb: Verb) -> SessionState | None:
     """The state the table leads to; None when it refuses."""
     info = session.refresh().info
-    record = Record(
+    record = make_session(
         id=info.id,
-        tenant="ten_0",
-        name=info.name,
-        labels={},
-        template=info.template,
-        env={},
-        limits=Limits(),
-        policy=Policy(),
         driver=info.driver,
         state=SessionState(info.state),
         epoch=info.epoch,
         head=info.head,
-        parent_session=None,
-        forked_from=None,
-        sandbox=None,
-        node=None,
-        idle_deadline=None,
-        lifetime_deadline=None,
-        cause=None,
-        created_at=0.0,
-        updated_at=0.0,
     )
     try:
         return decide(record, Command(verb)).state

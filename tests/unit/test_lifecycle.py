@@ -12,35 +12,16 @@ from hypothesis import strategies as st
 from sojourn import lifecycle
 from sojourn.errors import Conflict, SessionNotFound, WrongState
 from sojourn.lifecycle import Command, Effect, Transition, Verb
-from sojourn.model import Limits, Policy, Session, SessionState
+from sojourn.model import Policy, Session, SessionState
+from support.databases import make_session
 
 CREATING, RUNNING, PAUSED, SUSPENDED, FAILED, DELETED = SessionState
 CALLS = [Verb.EXEC, Verb.FILES, Verb.RUN_CODE]
 
 
 def session(state: SessionState = RUNNING, **fields: object) -> Session:
-    base = Session(
-        id="ses_1",
-        tenant="ten_1",
-        name=None,
-        labels={},
-        template="base",
-        env={},
-        limits=Limits(),
-        policy=Policy(),
-        driver="gvisor",
-        state=state,
-        epoch=3,
-        head="snp_1",
-        parent_session=None,
-        forked_from=None,
-        sandbox=None,
-        node=None,
-        idle_deadline=None,
-        lifetime_deadline=None,
-        cause=None,
-        created_at=1000.0,
-        updated_at=1000.0,
+    base = make_session(
+        id="ses_1", state=state, epoch=3, head="snp_1", created_at=1000.0, updated_at=1000.0
     )
     return msgspec.structs.replace(base, **fields)
 
