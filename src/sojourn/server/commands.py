@@ -174,6 +174,8 @@ class Commands:
                     raise
             self._note(turn, state)
             self._quota(turn, state)
+            if exit_code(state) != 0 and not state.timed_out:
+                await self._turns.check_alive(turn)
             return ExecResult(
                 exit_code=exit_code(state),
                 signal=state.signal,
@@ -231,6 +233,8 @@ class Commands:
                 raise
             self._note(turn, state)
             self._quota(turn, state)
+            if exit_code(state) != 0 and not state.timed_out:
+                await self._turns.check_alive(turn)
             yield state
 
     async def spawn(self, who: Principal, ref: str, request: SpawnRequest) -> ProcessState:
@@ -346,12 +350,14 @@ class Commands:
                 )
             except SojournError as error:
                 turn.details["error"] = error.code
+                await self._turns.check_alive(turn)
                 raise
             finally:
                 # Another turn's snapshot may have been taken while it ran.
                 turn.active.dirty = True
             if result.error is not None:
                 turn.details["error"] = result.error.name
+                await self._turns.check_alive(turn)
             return result
 
 

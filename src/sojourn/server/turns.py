@@ -191,6 +191,13 @@ class Turns:
         finally:
             active.calls -= 1
 
+    async def check_alive(self, turn: Turn) -> None:
+        """Tell a command that failed from one that took its sandbox along: where the memory limit
+        ended a part of a sandbox, the rest may answer for a moment. Raises SandboxLost."""
+        status = await asyncio.to_thread(turn.sandbox.status)
+        if not status.alive:
+            raise SandboxLost(f"the sandbox ended: {status.cause or 'its kernel is gone'}")
+
     async def _explain(self, active: ActiveSession, sandbox: Sandbox, error: SandboxLost) -> None:
         """Say why the sandbox died: as the host tells it, or as whoever noticed it recorded it."""
         noting = self._context.soon(self._placements.check(active), f"check {active.id}")
