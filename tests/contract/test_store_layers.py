@@ -210,6 +210,23 @@ def test_shared_files_that_are_removed_are_forgotten(store, tmp_path):
     assert store._ledger.get(inode) is None
 
 
+@pytest.mark.parametrize("take", ["capture", "seal"])
+def test_a_scan_vouches_only_for_the_layer_that_was_made_of_it(store, tmp_path, take):
+    upper = tmp_path / "upper"
+    upper.mkdir()
+    (upper / "f").write_bytes(b"one")
+    one = store.capture_layer(upper, since=None, suspects=set()).publish()
+    (upper / "f").write_bytes(b"two")
+    second = store.capture_layer(upper, since=None, suspects=set())
+    two = second.publish()
+    wrong = (second.scan, one)
+    if take == "capture":
+        ref = store.capture_layer(upper, since=wrong, suspects=set()).publish()
+    else:
+        ref = store.seal_layer(upper, since=wrong, suspects=set()).ref
+    assert ref == two
+
+
 def test_a_suspect_is_taken_anew_whatever_its_times_say(store, tmp_path):
     upper = tmp_path / "upper"
     upper.mkdir()
