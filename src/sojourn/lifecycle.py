@@ -192,7 +192,7 @@ def policy_deadlines(
     """Idle and lifetime deadline after the owner set another policy. Only here may they come
     nearer, since the owner asked for it; the idle time starts anew. A lifetime that is not changed
     keeps its deadline, so that one that was spent does not come back."""
-    idle = idle_deadline(policy, None, now) if session.state in (RUNNING, PAUSED) else None
+    idle = idle_deadline(policy, None, now) if session.live else None
     lifetime = session.lifetime_deadline
     if policy.max_lifetime is None:
         lifetime = None
@@ -222,10 +222,10 @@ def expired(session: Session, now: float, *, busy: bool = False) -> Verb | None:
     if lifetime is not None and lifetime <= now and session.state is not DELETED:
         if session.policy.on_expiry == "delete":
             return Verb.DELETE
-        if session.state in (RUNNING, PAUSED):
+        if session.live:
             return Verb.SUSPEND
     idle = session.idle_deadline
-    if session.state in (RUNNING, PAUSED) and idle is not None and idle <= now and not busy:
+    if session.live and idle is not None and idle <= now and not busy:
         return Verb.SUSPEND
     return None
 
@@ -297,7 +297,7 @@ def reconcile(session: Session, verb: str | None, sealed: bool, found: Found) ->
         if verb in (Verb.CREATE, Verb.FORK):
             return Decision(Action.LEAVE)
         return Decision(Action.TO_FAILED, cause="its creation was interrupted")
-    if state in (RUNNING, PAUSED):
+    if session.live:
         if host is Host.GONE:
             return Decision(Action.TO_SUSPENDED, cause=found.cause or _UNKNOWN_CAUSE)
         if state is RUNNING:

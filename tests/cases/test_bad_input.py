@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from typing import Any
@@ -412,12 +413,13 @@ def test_garbage_in_headers_is_survived(
     given.setdefault("content-length", str(len(body)))
     lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
     with socket.create_connection((where.hostname, where.port), timeout=20) as link:
-        link.sendall(f"POST /v1/sessions/{session.id}/fork HTTP/1.1\r\n{lines}\r\n".encode())
-        link.sendall(body)
-        link.shutdown(socket.SHUT_WR)
+        head = f"POST /v1/sessions/{session.id}/fork HTTP/1.1\r\n{lines}\r\n".encode()
+        link.sendall(head + body)
         answer = b""
-        while piece := link.recv(65536):
-            answer += piece
+        with contextlib.suppress(OSError):  # what is refused at once is closed at once
+            link.shutdown(socket.SHUT_WR)
+            while piece := link.recv(65536):
+                answer += piece
     assert answer == b"" or answer.split(b" ", 2)[1][:1] == b"4", answer[:200]
 
 

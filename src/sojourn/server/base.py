@@ -1,8 +1,9 @@
 """What the HTTP routes ask of the session service.
 
 Guarantee: every method checks tenant and state, raises only errors of the tree, and has changed
-nothing when it raises InvalidRequest, NotFound or Conflict. Verbs return an operation; `wait`
-awaits it. Paths are raw bytes, absolute inside the session.
+nothing when it raises InvalidRequest, NotFound or Conflict. The routes check the bounds of commands
+and of numbers in the query first (`sojourn.server.checks`, `queries`). Verbs return an operation;
+`wait` awaits it. Paths are raw bytes, absolute inside the session.
 """
 
 from __future__ import annotations

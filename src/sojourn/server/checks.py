@@ -1,16 +1,27 @@
-"""Bounds of what a request may say, checked before anything begins; pure."""
+"""Bounds of what a request may say; pure.
+
+Guarantee: each bound stands here once, and is checked before anything begins, so that a refused
+request neither wakes a session nor leaves an event.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 
-from sojourn.errors import InvalidRequest, TooLarge
+from sojourn.errors import InvalidRequest, PathInvalid, TooLarge
 from sojourn.model import Limits, Policy
+from sojourn.wire.api import CodeRequest, ExecRequest, SpawnRequest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 MAX_SECONDS = 10 * 366 * 86400.0
 MAX_LABELS = 64
+MAX_ARGUMENTS = 1024 * 1024
+MAX_INLINE_STDIN = 1024 * 1024
+MAX_OUTPUT = 64 * 1024 * 1024
+MAX_TIMEOUT = 7 * 86400.0
+MIN_KEEP, MAX_KEEP = 4096, 256 * 1024 * 1024
+MAX_SIDE = 10_000
 
 
 def check_name(name: str) -> str:
@@ -82,3 +93,76 @@ def check_place(cwd: str | None, user: str | None) -> None:
         raise InvalidRequest("cwd must be an absolute path", field="cwd")
     if user is not None and (not 1 <= len(user) <= 255 or not user.isprintable()):
         raise InvalidRequest("user must be 1 to 255 printable characters", field="user")
+
+
+# -- commands ---------------------------------------------------------------------------------
+
+
+def check_command(request: ExecRequest) -> None:
+    """Raises InvalidRequest, PathInvalid or TooLarge, naming the field."""
+    argv, argv_bytes, shell = request.argv, request.argv_bytes, request.shell
+    if (argv is None) + (argv_bytes is None) + (shell is None) != 2:
+        raise InvalidRequest("give one of `argv`, `argv_bytes` and `shell`", field="argv")
+    field, words = "argv", [word.encode(errors="surrogateescape") for word in argv or []]
+    if argv_bytes is not None:
+        field, words = "argv_bytes", argv_bytes
+    elif shell is not None:
+        field, words = "shell", [b"sh", shell.encode(errors="surrogateescape")]
+    if not words or not words[0]:
+        raise InvalidRequest(f"`{field}` names no command", field=field)
+    if any(b"\0" in word for word in words):
+        raise InvalidRequest(f"`{field}` holds a NUL byte", field=field)
+    if sum(map(len, words)) > MAX_ARGUMENTS:
+        raise TooLarge(
+            f"`{field}` is over {MAX_ARGUMENTS} bytes",
+            next_step="Pass the data by stdin or a file.",
+            field=field,
+            limit=MAX_ARGUMENTS,
+        )
+    for name, value in (request.env or {}).items():
+        if not name or "=" in name or "\0" in name or "\0" in value:
+            raise InvalidRequest(f"`env` holds the impossible variable {name!r}", field="env")
+    if request.cwd is not None and (not request.cwd.startswith("/") or "\0" in request.cwd):
+        raise PathInvalid("`cwd` is not an absolute path", field="cwd")
+    check_timeout(request.timeout)
+    if request.stdin is not None and len(request.stdin) > MAX_INLINE_STDIN:
+        raise TooLarge(
+            f"`stdin` is over {MAX_INLINE_STDIN} bytes",
+            next_step="Spawn with `open_stdin` and stream the input to the process.",
+            field="stdin",
+            limit=MAX_INLINE_STDIN,
+        )
+    if not 0 <= request.max_output <= MAX_OUTPUT:
+        raise InvalidRequest(f"`max_output` is not between 0 and {MAX_OUTPUT}", field="max_output")
+
+
+def check_spawn(request: SpawnRequest) -> None:
+    """Raises what `check_command` does, and for what only a process that goes on by itself has."""
+    check_command(request)
+    if request.pty is not None:
+        check_terminal(*request.pty, field="pty")
+    if not MIN_KEEP <= request.keep <= MAX_KEEP:
+        raise InvalidRequest(f"`keep` is not between {MIN_KEEP} and {MAX_KEEP}", field="keep")
+    if request.open_stdin and request.stdin is not None:
+        raise InvalidRequest("give `stdin` or `open_stdin`, not both", field="stdin")
+
+
+def check_code(request: CodeRequest) -> None:
+    """Raises InvalidRequest for a context without a name or a bad timeout."""
+    check_timeout(request.timeout)
+    if not 0 < len(request.context) <= 64 or not request.context.isprintable():
+        raise InvalidRequest("`context` is not 1 to 64 printable characters", field="context")
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raises InvalidRequest for a timeout that is not a positive number of seconds."""
+    if timeout is not None and not (math.isfinite(timeout) and 0 < timeout <= MAX_TIMEOUT):
+        raise InvalidRequest(
+            f"`timeout` is not more than 0 and at most {MAX_TIMEOUT:.0f} seconds", field="timeout"
+        )
+
+
+def check_terminal(rows: int, columns: int, *, field: str) -> None:
+    """Raises InvalidRequest for a size no terminal has."""
+    if not (0 < rows <= MAX_SIDE and 0 < columns <= MAX_SIDE):
+        raise InvalidRequest("the terminal's size is out of range", field=field)

@@ -8,7 +8,7 @@ becomes an error body.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -109,10 +109,6 @@ class Call:
                 raise TooLarge(f"the body is over {limit} bytes", limit=limit)
             parts.append(chunk)
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-Handler = Callable[[Call], Awaitable[ASGIApp]]
-BodyHandler = Callable[[Call, Any], Awaitable[ASGIApp]]
 
 
 class Endpoint(msgspec.Struct, frozen=True):

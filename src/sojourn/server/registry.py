@@ -39,7 +39,8 @@ class Gate:
             return
         try:
             async with asyncio.timeout(GATE_SECONDS):
-                await self._open.wait()
+                while not self._open.is_set():  # it may be closed again before this one wakes up
+                    await self._open.wait()
         except TimeoutError:
             raise SessionBusy(f"the session is held by {self.reason}", verb=self.reason) from None
 

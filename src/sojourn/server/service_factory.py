@@ -33,6 +33,8 @@ from sojourn.store.local import LocalStore
 log = logging.getLogger(__name__)
 
 DEFAULT_TENANT = "default"
+# A stop waits so long for what runs in the background; the next server takes up what did not end.
+_SETTLE_SECONDS = 10.0
 
 
 @contextlib.contextmanager
@@ -95,38 +97,37 @@ async def open_service(data: Path) -> AsyncIterator[Sessions]:
         raise HostUnfit("the node agent must run as root", next_step="Run it as root.")
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     data = data.resolve()
-    with data_lock(data):
+    async with contextlib.AsyncExitStack() as opened:
+        opened.enter_context(data_lock(data))
         database = await open_database(data / "sojourn.db")
-        try:
-            await _token(database, data)
-            store = await asyncio.to_thread(LocalStore, data / "store")
-            templates = await asyncio.to_thread(_templates, store)
-            drivers = await asyncio.to_thread(make_drivers, data)
-            agent = NodeAgent(
-                data / "sandboxes",
-                store,
-                drivers,
-                tools.supervisor_path(),
-                default_driver=next(iter(drivers)),
-            )
-            for template in templates:
-                agent.trust_template(template.layer)
-            context = Context(
-                database=database,
-                store=store,
-                agent=agent,
-                templates=templates,
-                server=await database.server_id(),
-            )
-            service = Sessions(context)
-            await service.start()
-        except BaseException:
-            await database.close()
-            raise
-        try:
-            yield service
-        finally:
-            await service.stop()
+        opened.push_async_callback(database.close)
+        await _token(database, data)
+        store = await asyncio.to_thread(LocalStore, data / "store")
+        templates = await asyncio.to_thread(_templates, store)
+        drivers = await asyncio.to_thread(make_drivers, data)
+        agent = NodeAgent(
+            data / "sandboxes",
+            store,
+            drivers,
+            tools.supervisor_path(),
+            default_driver=next(iter(drivers)),
+        )
+        opened.push_async_callback(agent.close)
+        for template in templates:
+            agent.trust_template(template.layer)
+        context = Context(
+            database=database,
+            store=store,
+            agent=agent,
+            templates=templates,
+            server=await database.server_id(),
+        )
+        # Also what a start that fails half-way has begun.
+        opened.push_async_callback(context.settle, _SETTLE_SECONDS)
+        service = Sessions(context)
+        await service.start()
+        opened.push_async_callback(service.stop)
+        yield service
 
 
 async def _token(database: Database, data: Path) -> None:

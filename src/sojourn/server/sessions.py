@@ -1,7 +1,7 @@
 """The session service: what the routes call, joined from its parts.
 
-Guarantee: tenant, names, bounds and states are checked here before an operation begins, so a
-refused request has changed nothing.
+Guarantee: that of `sojourn.server.base.SessionService`; each part is wired here once, and a stop
+leaves every session to the next server as its policy says.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from typing import Any
 
 import msgspec
 
-from sojourn.database.records import Operation, OperationState, Role
-from sojourn.database.writes import AppendEvent, InsertSession, UpdateSession
+from sojourn.database.records import Role
+from sojourn.database.writes import AppendEvent, UpdateSession
 from sojourn.errors import (
-    Conflict,
     InvalidRequest,
-    NameTaken,
-    SessionNotFound,
     SnapshotNotFound,
     SojournError,
-    WrongState,
+    StorageFull,
 )
-from sojourn.lifecycle import first_deadlines, kept_alive, policy_deadlines
-from sojourn.model import Limits, Policy, Session, SessionState, new_id
+from sojourn.lifecycle import (
+    Command,
+    Verb,
+    decide,
+    kept_alive,
+    policy_deadlines,
+)
+from sojourn.model import Limits, SessionState
 from sojourn.server.accounts import Accounts
 from sojourn.server.base import Principal
 from sojourn.server.branches import Branches
@@ -40,7 +43,6 @@ from sojourn.server.checks import (
     check_limits,
     check_map,
     check_name,
-    check_place,
     check_policy,
 )
 from sojourn.server.commands import Commands
@@ -52,11 +54,12 @@ from sojourn.server.placements import Placements
 from sojourn.server.quotas import Quotas, allocated_bytes
 from sojourn.server.reconciler import Reconciler
 from sojourn.server.registry import ActiveSession
+from sojourn.server.requests import Requests
 from sojourn.server.snapshots import Snapshots
 from sojourn.server.timers import Timers
 from sojourn.server.turns import Turns
 from sojourn.server.verbs import Verbs
-from sojourn.server.views import operation_info, session_info, snapshot_info
+from sojourn.server.views import session_info, snapshot_info
 from sojourn.wire.api import (
     CodeRequest,
     CreateSession,
@@ -85,12 +88,8 @@ from sojourn.wire.guest import Output, ProcessState
 
 log = logging.getLogger(__name__)
 
-MAX_FORKS = 100
-# A stop takes no longer than this for each session to put away, and for all the rest together:
-# operations are on disk, and the next server takes up what did not end.
+# A stop waits no longer than this for each session to be put away; the next server goes on.
 _SUSPEND_SECONDS = 120.0
-_SETTLE_SECONDS = 10.0
-_SESSION_VERBS = {"create", "pause", "suspend", "resume", "rollback", "promote"}
 
 
 class Sessions:
@@ -118,6 +117,7 @@ class Sessions:
             },
         )
         self._turns = Turns(context, self._operations, self._snapshots, self._placements)
+        self._requests = Requests(context, self._operations, self._snapshots, self._turns)
         self._commands = Commands(self._turns)
         self._history = History(context, self._snapshots, self._turns)
         self._timers = Timers(
@@ -134,14 +134,12 @@ class Sessions:
         self._timers.start()
 
     async def stop(self) -> None:
-        """Finish what runs, put away the sessions whose policy says so, let go of the others."""
+        """Finish what runs, put away the sessions whose policy says so, leave the others be."""
         await self._timers.stop()
         who = Principal(tenant="", actor="server stop", role="operator")
         for active in self._context.registry.all():
             session = active.session
-            if session.policy.on_stop != "suspend":
-                continue
-            if session.state not in (SessionState.RUNNING, SessionState.PAUSED):
+            if session.policy.on_stop != "suspend" or not session.live:
                 continue
             try:
                 operation = await self._operations.begin(who, active, "suspend", {}, None)
@@ -151,20 +149,19 @@ class Sessions:
                 log.error("session %s is not put away yet; the next server goes on", session.id)
             except SojournError as error:
                 # It runs on and is adopted by the next server: nothing is lost.
-                await self._context.database.append_event(
-                    AppendEvent(
-                        session=session.id,
-                        kind="server.stop",
-                        result=error.code,
-                        details={"message": error.message},
-                        before=session.head,
-                        after=session.head,
+                log.warning("session %s is not put away: %s", session.id, error)
+                with contextlib.suppress(StorageFull):
+                    await self._context.database.append_event(
+                        AppendEvent(
+                            session=session.id,
+                            kind="server.stop",
+                            result=error.code,
+                            details={"message": error.message},
+                            before=session.head,
+                            after=session.head,
+                        )
                     )
-                )
         await self._turns.stop()
-        await self._context.settle(_SETTLE_SECONDS)
-        await self._context.agent.close()
-        await self._context.database.close()
 
     async def authenticate(self, token: str | None) -> Principal:
         """Who a token stands for. Raises Unauthenticated."""
@@ -179,61 +176,11 @@ class Sessions:
         self, who: Principal, request: CreateSession, key: str | None
     ) -> OperationInfo:
         """Make a session and start it."""
-        template = self._context.template(request.template)
-        driver = request.driver or self._context.agent.default_driver
-        self._context.agent.driver(driver)
-        limits = check_limits(request.limits or Limits())
-        policy = check_policy(request.policy or Policy())
-        if request.name is not None:
-            check_name(request.name)
-        check_map("labels", request.labels, env=False)
-        check_map("env", request.env, env=True)
-        check_place(request.cwd, request.user)
-        now = time.time()
-        idle, lifetime = first_deadlines(policy, now)
-        session = Session(
-            id=new_id("ses"),
-            tenant=who.tenant,
-            name=request.name,
-            labels=request.labels,
-            template=template.name,
-            env=request.env,
-            limits=limits,
-            policy=policy,
-            driver=driver,
-            state=SessionState.CREATING,
-            epoch=0,
-            head=None,
-            parent_session=None,
-            forked_from=None,
-            sandbox=None,
-            node=None,
-            idle_deadline=idle,
-            lifetime_deadline=lifetime,
-            cause=None,
-            created_at=now,
-            updated_at=now,
-        )
-        active = ActiveSession(session)
-        operation = await self._operations.begin(
-            who,
-            active,
-            "create",
-            msgspec.to_builtins(request),
-            key,
-            creates=True,
-            also=[InsertSession(session)],
-        )
-        return await self._operation_info(operation)
+        return await self._requests.create(who, request, key)
 
     async def get(self, who: Principal, ref: str) -> SessionInfo:
         """One session."""
-        return await self._newest(await self._context.registry.find(who.tenant, ref))
-
-    async def _newest(self, active: ActiveSession) -> SessionInfo:
-        """The session with its deadline as calls have moved it, which no commit tells of."""
-        newest = await self._context.database.get_session(None, active.id)
-        return session_info(newest, self._operations.current(active.id))
+        return await self._requests.newest(await self._context.registry.find(who.tenant, ref))
 
     async def list(
         self,
@@ -245,8 +192,6 @@ class Sessions:
         cursor: str | None,
     ) -> SessionPage:
         """A page of sessions, newest first."""
-        if not 1 <= limit <= 1000:
-            raise InvalidRequest("limit must be 1 to 1000", field="limit")
         states = None
         if state is not None:
             try:
@@ -278,31 +223,40 @@ class Sessions:
         if request.limits is not msgspec.UNSET:
             changes["limits"] = check_limits(request.limits)
         async with active.gate.closed("update"):
+            decide(active.session, Command(Verb.UPDATE))
             if request.policy is not msgspec.UNSET:
                 policy = check_policy(request.policy)
                 idle, lifetime = policy_deadlines(active.session, policy, time.time())
                 changes |= {"policy": policy, "idle_deadline": idle, "lifetime_deadline": lifetime}
             if not changes:
                 return self._info(active)
-            if "limits" in changes and active.state in (SessionState.RUNNING, SessionState.PAUSED):
-                sandbox = self._context.sandbox(active)
-                await asyncio.to_thread(
-                    self._context.agent.update_limits, sandbox, changes["limits"]
-                )
-            await self._context.commit(
-                active,
-                changes,
-                AppendEvent(
-                    session=active.id,
-                    kind="update",
-                    actor=who.actor,
-                    result="ok",
-                    details={"fields": sorted(changes)},
-                    before=active.session.head,
-                    after=active.session.head,
-                ),
+            event = AppendEvent(
+                session=active.id,
+                kind="update",
+                actor=who.actor,
+                result="ok",
+                details={"fields": sorted(changes)},
+                before=active.session.head,
+                after=active.session.head,
             )
+            async with self._limited(active, changes.get("limits")):
+                await self._context.commit(active, changes, event)
         return self._info(active)
+
+    @contextlib.asynccontextmanager
+    async def _limited(self, active: ActiveSession, limits: Limits | None) -> AsyncIterator[None]:
+        """Other limits of the sandbox, if it has one; taken back when what goes with them fails."""
+        if limits is None or not active.session.live:
+            yield
+            return
+        sandbox = self._context.sandbox(active)
+        update = self._context.agent.update_limits
+        await asyncio.to_thread(update, sandbox, limits)
+        try:
+            yield
+        except SojournError:
+            await asyncio.to_thread(update, sandbox, active.session.limits)
+            raise
 
     async def keep_alive(self, who: Principal, ref: str, seconds: float) -> SessionInfo:
         """Push the idle deadline out; never in."""
@@ -310,6 +264,7 @@ class Sessions:
             raise InvalidRequest("seconds must be a positive number", field="seconds")
         active = await self._context.registry.find(who.tenant, ref)
         async with active.gate.closed("keep-alive"):
+            decide(active.session, Command(Verb.KEEP_ALIVE))
             # Deadlines move without passing this object: read the newest.
             current = await self._context.database.get_session(who.tenant, active.id)
             deadline = kept_alive(current, time.time(), seconds)
@@ -329,147 +284,53 @@ class Sessions:
 
     # -- verbs ------------------------------------------------------------------------------
 
-    async def _verb(
-        self, who: Principal, ref: str, verb: str, request: dict[str, Any], key: str | None
-    ) -> OperationInfo:
-        active = await self._context.registry.find(who.tenant, ref)
-        await self._turns.settle(active)
-        operation = await self._operations.begin(who, active, verb, request, key)
-        return await self._operation_info(operation)
-
     async def pause(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
         """Freeze in memory."""
-        return await self._verb(who, ref, "pause", {}, key)
+        return await self._requests.pause(who, ref, key)
 
     async def suspend(
         self, who: Principal, ref: str, request: SuspendRequest, key: str | None
     ) -> OperationInfo:
         """Put away to storage."""
-        return await self._verb(who, ref, "suspend", {"memory": request.memory}, key)
+        return await self._requests.suspend(who, ref, request, key)
 
     async def resume(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
         """Go on."""
-        return await self._verb(who, ref, "resume", {}, key)
+        return await self._requests.resume(who, ref, key)
 
     async def snapshot(
         self, who: Principal, ref: str, request: SnapshotRequest, key: str | None
     ) -> OperationInfo:
         """Take a snapshot now."""
-        if request.label is not None and not 1 <= len(request.label) <= 200:
-            raise InvalidRequest("label must be 1 to 200 characters", field="label")
-        return await self._verb(
-            who, ref, "snapshot", {"label": request.label, "memory": request.memory}, key
-        )
+        return await self._requests.snapshot(who, ref, request, key)
 
     async def rollback(
         self, who: Principal, ref: str, snapshot: str, key: str | None
     ) -> OperationInfo:
         """Continue from another snapshot of the tree."""
-        active = await self._context.registry.find(who.tenant, ref)
-        await self._turns.settle(active)
-        target = await self._snapshots.resolve(active.session, snapshot)
-        return await self._verb(who, ref, "rollback", {"snapshot": target.id}, key)
+        return await self._requests.rollback(who, ref, snapshot, key)
 
     async def fork(
         self, who: Principal, ref: str, request: ForkRequest, key: str | None
     ) -> OperationInfo:
         """Start children from now or from a snapshot."""
-        if not 1 <= request.n <= MAX_FORKS:
-            raise InvalidRequest(f"n must be 1 to {MAX_FORKS}, not {request.n}", field="n")
-        names = request.names
-        if names is not None:
-            if len(names) != request.n or len(set(names)) != len(names):
-                raise InvalidRequest("give as many different names as children", field="names")
-            for name in names:
-                check_name(name)
-                await self._check_free(who, name, key)
-        check_map("labels", request.labels, env=False)
-        active = await self._context.registry.find(who.tenant, ref)
-        await self._turns.settle(active)
-        point = None
-        if request.snapshot is not None:
-            point = (await self._snapshots.resolve(active.session, request.snapshot)).id
-        body = msgspec.to_builtins(request) | {"snapshot": point}
-        operation = await self._operations.begin(who, active, "fork", body, key)
-        return await self._operation_info(operation)
-
-    async def _check_free(self, who: Principal, name: str, key: str | None) -> None:
-        """Refuse a taken name before anything is done; the database decides when it is used."""
-        with contextlib.suppress(SessionNotFound):
-            await self._context.registry.find(who.tenant, name)
-            if key and await self._context.database.keyed_operation(who.tenant, key):
-                return  # taken by this very request when it came first: it is answered again
-            raise NameTaken(f"another session is called {name!r}", name=name)
+        return await self._requests.fork(who, ref, request, key)
 
     async def promote(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
         """Make this fork's state its parent's."""
-        child = await self._context.registry.find(who.tenant, ref)
-        await self._turns.settle(child)
-        if child.session.parent_session is None:
-            raise WrongState(
-                f"session {child.session.name or child.id} is not a fork",
-                next_step="Only a fork can be promoted.",
-            )
-        try:
-            parent = await self._context.registry.find(who.tenant, child.session.parent_session)
-        except SessionNotFound as error:
-            raise Conflict(
-                f"the session it was forked from ({child.session.parent_session}) was deleted",
-                next_step="Keep the fork as it is.",
-            ) from error
-        await self._turns.settle(parent)
-        operation = await self._operations.begin(who, parent, "promote", {"child": child.id}, key)
-        return await self._operation_info(operation)
+        return await self._requests.promote(who, ref, key)
 
     async def delete(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
         """Remove, from whatever state."""
-        try:
-            active = await self._context.registry.find(who.tenant, ref)
-        except SessionNotFound:
-            known = await self._operations.repeated(who, "delete", ref, key)
-            if known is None:
-                raise
-            return await self._operation_info(known)
-        operation = await self._operations.begin(
-            who, active, "delete", {"ref": ref}, key, supersede=True
-        )
-        return await self._operation_info(operation)
-
-    async def _operation_info(self, operation: Operation) -> OperationInfo:
-        if operation.state is not OperationState.SUCCEEDED:
-            return operation_info(operation)
-        result: Any = None
-        if operation.verb == "fork":
-            ids = operation.result["sessions"] if operation.result else []
-            sessions = []
-            for id in ids:
-                try:
-                    sessions.append(
-                        await self._newest(await self._context.registry.find(operation.tenant, id))
-                    )
-                except SessionNotFound:
-                    continue  # deleted since
-            return msgspec.structs.replace(operation_info(operation), result=sessions)
-        if operation.verb in _SESSION_VERBS:
-            try:
-                result = await self._newest(
-                    await self._context.registry.find(operation.tenant, operation.session)
-                )
-            except SessionNotFound:
-                result = None
-        return operation_info(operation, result)
+        return await self._requests.delete(who, ref, key)
 
     async def operation(self, who: Principal, operation: str) -> OperationInfo:
         """One operation."""
-        return await self._operation_info(
-            await self._context.database.get_operation(who.tenant, operation)
-        )
+        return await self._requests.operation(who, operation)
 
     async def wait(self, who: Principal, operation: str, timeout: float) -> OperationInfo:
         """Wait for it, at most `timeout` seconds."""
-        await self._context.database.get_operation(who.tenant, operation)
-        await self._operations.wait(operation, timeout)
-        return await self.operation(who, operation)
+        return await self._requests.wait(who, operation, timeout)
 
     # -- history ----------------------------------------------------------------------------
 
@@ -569,7 +430,7 @@ class Sessions:
 
     async def end_turn(self, who: Principal, ref: str, turn: str) -> SnapshotInfo | None:
         """End it; the snapshot that was taken."""
-        head = await self._turns.end(who, ref, turn, None)
+        head = await self._turns.end(who, ref, turn)
         if head is None:
             return None
         try:

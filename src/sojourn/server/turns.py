@@ -377,20 +377,24 @@ class Turns:
                 f"session {active.id} is inside turn {active.bracket}",
                 next_step="End that turn first.",
             )
-        active.bracket = new_id("trn")
-        await self._context.database.append_event(
-            AppendEvent(
-                session=active.id,
-                kind="turn.begin",
-                actor=who.actor,
-                result="ok",
-                details={"turn": active.bracket, "label": label},
-                before=active.session.head,
+        turn = active.bracket = new_id("trn")
+        try:
+            await self._context.database.append_event(
+                AppendEvent(
+                    session=active.id,
+                    kind="turn.begin",
+                    actor=who.actor,
+                    result="ok",
+                    details={"turn": turn, "label": label},
+                    before=active.session.head,
+                )
             )
-        )
-        return active.bracket
+        except BaseException:
+            active.bracket = None  # nobody was told of it, so nobody could end it
+            raise
+        return turn
 
-    async def end(self, who: Principal, ref: str, turn: str, label: str | None) -> str | None:
+    async def end(self, who: Principal, ref: str, turn: str) -> str | None:
         """End a group; the snapshot taken, or None when nothing had changed."""
         active = await self._context.registry.find(who.tenant, ref)
         if active.bracket != turn:
@@ -403,7 +407,7 @@ class Turns:
                 kind="turn.end",
                 actor=who.actor,
                 result="ok",
-                details={"turn": turn, "label": label},
+                details={"turn": turn},
                 before=before,
                 after=before,
             )
@@ -413,4 +417,5 @@ class Turns:
         async with active.gate.closed("automatic snapshot"):
             taken = await self.snapshot_if_changed(active, sequence)
         await active.gate.settled()
-        return active.session.head if taken else None
+        head = active.session.head
+        return head if taken and head != before else None

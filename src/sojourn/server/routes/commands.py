@@ -6,7 +6,6 @@ size; as JSON each stream is bounded by `max_output`, and `truncated` says when 
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator
 
 from litestar.types import ASGIApp
@@ -15,7 +14,6 @@ from sojourn.errors import (
     CommandNotStarted,
     Interrupted,
     InvalidRequest,
-    PathInvalid,
     SandboxLost,
     SessionBusy,
     SessionNotFound,
@@ -23,15 +21,14 @@ from sojourn.errors import (
     WrongState,
 )
 from sojourn.server.answers import StreamAnswer, json_answer
+from sojourn.server.checks import check_code, check_command
+from sojourn.server.commands import exit_code
 from sojourn.server.endpoints import Call, Endpoint, endpoint
 from sojourn.wire import stream
 from sojourn.wire.api import CodeRequest, ExecRequest, ExecResult
 from sojourn.wire.code import CodeResult
 from sojourn.wire.guest import Output, ProcessState
 
-MAX_INLINE_STDIN = 1024 * 1024
-MAX_OUTPUT = 64 * 1024 * 1024
-MAX_TIMEOUT = 366 * 86400.0
 MAX_FRAME = 1024 * 1024
 
 COMMAND_ERRORS = (
@@ -46,61 +43,12 @@ COMMAND_ERRORS = (
 )
 
 
-def check_command(request: ExecRequest) -> None:
-    """Raises InvalidRequest, PathInvalid or TooLarge, naming the field."""
-    argv, argv_bytes, shell = request.argv, request.argv_bytes, request.shell
-    if (argv is None) + (argv_bytes is None) + (shell is None) != 2:
-        raise InvalidRequest("give one of `argv`, `argv_bytes` and `shell`", field="argv")
-    if argv is not None:
-        if not argv or not argv[0]:
-            raise InvalidRequest("`argv` names no command", field="argv")
-        if any("\0" in argument for argument in argv):
-            raise InvalidRequest("`argv` holds a NUL character", field="argv")
-    elif argv_bytes is not None:
-        if not argv_bytes or not argv_bytes[0]:
-            raise InvalidRequest("`argv_bytes` names no command", field="argv_bytes")
-        if any(b"\0" in argument for argument in argv_bytes):
-            raise InvalidRequest("`argv_bytes` holds a NUL byte", field="argv_bytes")
-    elif shell is not None and "\0" in shell:
-        raise InvalidRequest("`shell` holds a NUL character", field="shell")
-    if request.env:
-        check_env(request.env)
-    if request.cwd is not None and (not request.cwd.startswith("/") or "\0" in request.cwd):
-        raise PathInvalid("`cwd` is not an absolute path", field="cwd")
-    check_timeout(request.timeout)
-    if request.stdin is not None and len(request.stdin) > MAX_INLINE_STDIN:
-        raise TooLarge(
-            f"`stdin` is over {MAX_INLINE_STDIN} bytes",
-            next_step="Spawn with `open_stdin` and stream the input to the process.",
-            field="stdin",
-            limit=MAX_INLINE_STDIN,
-        )
-    if not 0 <= request.max_output <= MAX_OUTPUT:
-        raise InvalidRequest(f"`max_output` is not between 0 and {MAX_OUTPUT}", field="max_output")
-
-
-def check_env(env: dict[str, str]) -> None:
-    """Raises InvalidRequest for a name or value that no process could be given."""
-    for name, value in env.items():
-        if not name or "=" in name or "\0" in name or "\0" in value:
-            raise InvalidRequest(f"`env` holds the impossible variable {name!r}", field="env")
-
-
-def check_timeout(timeout: float | None) -> None:
-    """Raises InvalidRequest for a timeout that is not a positive number of seconds."""
-    if timeout is not None and not (math.isfinite(timeout) and 0 < timeout <= MAX_TIMEOUT):
-        raise InvalidRequest("`timeout` is not a positive number of seconds", field="timeout")
-
-
 def ended_frame(state: ProcessState) -> stream.Ended:
     """How a process ended, as a stream tells it."""
-    code = state.exit_code
-    if code is None and state.signal is not None:
-        code = 128 + state.signal
     ended = state.ended_ns
     return stream.Ended(
         state.id,
-        code,
+        None if ended is None else exit_code(state),
         state.signal,
         state.timed_out,
         state.reason,
@@ -161,9 +109,7 @@ async def _frames(call: Call, body: ExecRequest) -> AsyncIterator[bytes]:
     example={"code": "x = 1\nx + 1"},
 )
 async def code(call: Call, body: CodeRequest) -> ASGIApp:
-    check_timeout(body.timeout)
-    if not 0 < len(body.context) <= 64 or not body.context.isprintable():
-        raise InvalidRequest("`context` is not 1 to 64 printable characters", field="context")
+    check_code(body)
     with call.shutdown.cancellable():
         result = await call.service.run_code(call.who, call.ref, body)
     return json_answer(result)

@@ -8,13 +8,13 @@ import msgspec
 from litestar.types import ASGIApp
 
 from sojourn.errors import InvalidRequest, SessionNotFound, SojournError, to_body
-from sojourn.server.answers import StreamAnswer, json_answer
+from sojourn.server.answers import Shutdown, StreamAnswer, json_answer
 from sojourn.server.endpoints import Call, Endpoint, endpoint
 from sojourn.server.queries import Query
 from sojourn.wire.api import EventInfo
 
 SSE = "text/event-stream"
-SSE_HEARTBEAT = b": heartbeat\n\n"
+_HEARTBEAT = b": heartbeat\n\n"
 
 
 def sse(kind: str, data: bytes, number: int | None = None) -> bytes:
@@ -23,9 +23,20 @@ def sse(kind: str, data: bytes, number: int | None = None) -> bytes:
     return head + b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
-def sse_error(error: SojournError) -> bytes:
-    """A failure as a server-sent event."""
+def _sse_error(error: SojournError) -> bytes:
     return sse("error", msgspec.json.encode(to_body(error), enc_hook=repr))
+
+
+def event_stream(pieces: AsyncIterator[bytes], shutdown: Shutdown) -> StreamAnswer:
+    """Server-sent events as they come; the head goes out at once, a failure is an event too."""
+    return StreamAnswer(
+        pieces,
+        shutdown,
+        media_type=SSE.encode(),
+        heartbeat=_HEARTBEAT,
+        encode_error=_sse_error,
+        at_once=True,
+    )
 
 
 @endpoint(
@@ -50,14 +61,7 @@ async def events(call: Call) -> ASGIApp:
             raise InvalidRequest("Last-Event-ID is not a number", field="Last-Event-ID")
         after = int(last)
     await call.service.get(call.who, call.ref)  # a missing session is an answer, not a stream
-    return StreamAnswer(
-        _follow(call, after),
-        call.shutdown,
-        media_type=SSE.encode(),
-        heartbeat=SSE_HEARTBEAT,
-        encode_error=sse_error,
-        at_once=True,
-    )
+    return event_stream(_follow(call, after), call.shutdown)
 
 
 async def _follow(call: Call, after: int) -> AsyncIterator[bytes]:

@@ -27,14 +27,14 @@ from sojourn.errors import (
 from sojourn.server.answers import (
     DownloadAnswer,
     Head,
-    StreamAnswer,
     empty_answer,
     error_answer,
     json_answer,
 )
 from sojourn.server.endpoints import Call, Endpoint, endpoint
 from sojourn.server.queries import Query
-from sojourn.server.routes.events import SSE, SSE_HEARTBEAT, sse, sse_error
+from sojourn.server.routes.events import SSE, event_stream, sse
+from sojourn.server.views import show
 from sojourn.wire.api import FileChange, FileInfo
 from sojourn.wire.guest import Stat
 
@@ -47,18 +47,10 @@ ERRORS = (SessionNotFound, SessionBusy, PathInvalid, FileMissing, FileConflict, 
 WRITE_ERRORS = (*ERRORS, StorageFull, DiskQuotaExceeded)
 
 
-def text_of(raw: bytes) -> tuple[str, bytes | None]:
-    """A name for people, and its exact bytes where the text does not tell them."""
-    try:
-        return raw.decode("utf-8"), None
-    except UnicodeDecodeError:
-        return raw.decode("utf-8", "replace"), raw
-
-
 def file_info(stat: Stat) -> FileInfo:
     """A file as the API shows it."""
-    path, path_bytes = text_of(stat.path)
-    target, target_bytes = (None, None) if stat.target is None else text_of(stat.target)
+    path, path_bytes = show(stat.path)
+    target, target_bytes = (None, None) if stat.target is None else show(stat.target)
     return FileInfo(
         path=path,
         type=stat.type,
@@ -338,21 +330,14 @@ async def watch(call: Call) -> ASGIApp:
     if stat.type != "dir":
         refused = FileConflict("only directories can be watched", type=stat.type)
         return error_answer(refused)
-    return StreamAnswer(
-        _watch(call, path),
-        call.shutdown,
-        media_type=SSE.encode(),
-        heartbeat=SSE_HEARTBEAT,
-        encode_error=sse_error,
-        at_once=True,
-    )
+    return event_stream(_watch(call, path), call.shutdown)
 
 
 async def _watch(call: Call, path: bytes) -> AsyncIterator[bytes]:
     access = call.service.files(call.who, call.ref, event_name("watch", path), mutates=False)
     async with access as guest:
         async for change in guest.watch(path, recursive=call.query["recursive"]):
-            shown, exact = text_of(change.path)
+            shown, exact = show(change.path)
             found = FileChange(change.kind, shown, change.is_dir, exact)
             yield sse("change", msgspec.json.encode(found))
     yield sse("end", b"{}")

@@ -13,11 +13,12 @@ from litestar.types import ASGIApp
 
 from sojourn.errors import InvalidRequest, OutputTruncated, ProcessNotFound, SessionNotFound
 from sojourn.server.answers import StreamAnswer, empty_answer, json_answer
+from sojourn.server.checks import check_spawn, check_terminal
+from sojourn.server.commands import exit_code
 from sojourn.server.endpoints import Call, Endpoint, endpoint
 from sojourn.server.queries import Query
 from sojourn.server.routes.commands import (
     COMMAND_ERRORS,
-    check_command,
     ended_frame,
     output_frames,
 )
@@ -25,8 +26,6 @@ from sojourn.wire import stream
 from sojourn.wire.api import ProcessInfo, ResizeRequest, SignalRequest, SpawnRequest
 from sojourn.wire.guest import ProcessState
 
-MAX_KEEP = 1024 * 1024 * 1024
-MAX_SIDE = 10_000
 STDIN_PIECE = 256 * 1024
 
 _ERRORS = (SessionNotFound, ProcessNotFound)
@@ -34,9 +33,6 @@ _ERRORS = (SessionNotFound, ProcessNotFound)
 
 def process_info(state: ProcessState) -> ProcessInfo:
     """A process as the API shows it."""
-    code = state.exit_code
-    if code is None and state.signal is not None:
-        code = 128 + state.signal
     return ProcessInfo(
         id=state.id,
         pid=state.pid,
@@ -45,18 +41,13 @@ def process_info(state: ProcessState) -> ProcessInfo:
         running=state.running,
         started_at=state.started_ns / 1e9,
         ended_at=None if state.ended_ns is None else state.ended_ns / 1e9,
-        exit_code=code,
+        exit_code=None if state.running else exit_code(state),
         signal=state.signal,
         timed_out=state.timed_out,
         reason=state.reason,
         stdout=state.out,
         stderr=state.err,
     )
-
-
-def _check_size(rows: int, columns: int, field: str) -> None:
-    if not (0 < rows <= MAX_SIDE and 0 < columns <= MAX_SIDE):
-        raise InvalidRequest("the terminal's size is out of range", field=field)
 
 
 @endpoint(
@@ -69,13 +60,7 @@ def _check_size(rows: int, columns: int, field: str) -> None:
     example={"shell": "python3 -m http.server 8000", "cwd": "/srv"},
 )
 async def spawn(call: Call, body: SpawnRequest) -> ASGIApp:
-    check_command(body)
-    if body.pty is not None:
-        _check_size(*body.pty, "pty")
-    if not 0 <= body.keep <= MAX_KEEP:
-        raise InvalidRequest(f"`keep` is not between 0 and {MAX_KEEP}", field="keep")
-    if body.open_stdin and body.stdin is not None:
-        raise InvalidRequest("give `stdin` or `open_stdin`, not both", field="stdin")
+    check_spawn(body)
     return json_answer(process_info(await call.service.spawn(call.who, call.ref, body)), 201)
 
 
@@ -227,7 +212,7 @@ def signal_number(given: int | str) -> int:
     example={"rows": 40, "columns": 120},
 )
 async def resize(call: Call, body: ResizeRequest) -> ASGIApp:
-    _check_size(body.rows, body.columns, "rows")
+    check_terminal(body.rows, body.columns, field="rows")
     await call.service.resize(call.who, call.ref, call.process, body.rows, body.columns)
     return empty_answer()
 

@@ -42,7 +42,6 @@ from sojourn.wire.api import (
 )
 
 MAX_PAGE = 1000
-MAX_FORKS = 1000
 
 _VERB_ERRORS = (SessionNotFound, SessionBusy, WrongState, IdempotencyMismatch)
 _CAPTURE_ERRORS = (CaptureRefused, UnlinkedOpenFile, CaptureFailed, StorageFull, Unsupported)
@@ -148,8 +147,6 @@ async def delete(call: Call) -> ASGIApp:
     example={"seconds": 3600},
 )
 async def keep_alive(call: Call, body: KeepAlive) -> ASGIApp:
-    if not 0 <= body.seconds <= 366 * 86400:
-        raise InvalidRequest("`seconds` is not between 0 and a year", field="seconds")
     return json_answer(await call.service.keep_alive(call.who, call.ref, body.seconds))
 
 
@@ -222,10 +219,6 @@ async def rollback(call: Call, body: RollbackRequest) -> ASGIApp:
     example={"n": 2, "names": ["left", "right"]},
 )
 async def fork(call: Call, body: ForkRequest) -> ASGIApp:
-    if not 1 <= body.n <= MAX_FORKS:
-        raise InvalidRequest(f"`n` is not between 1 and {MAX_FORKS}", field="n")
-    if body.names is not None and len(body.names) != body.n:
-        raise InvalidRequest("`names` does not hold one name for each fork", field="names")
     operation = await call.service.fork(call.who, call.ref, body, call.key)
     return await verb_answer(call, operation, 201)
 

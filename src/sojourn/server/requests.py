@@ -1,0 +1,248 @@
+"""Verbs as callers ask for them: looked up and checked, then begun as operations.
+
+Guarantee: tenant, names, bounds and states are checked here before an operation begins, so a
+refused request has changed nothing; a verb waits for the snapshot of the turn before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import msgspec
+
+from sojourn.database.records import Operation, OperationState
+from sojourn.database.writes import InsertSession
+from sojourn.errors import Conflict, InvalidRequest, NameTaken, SessionNotFound, WrongState
+from sojourn.lifecycle import first_deadlines
+from sojourn.model import Limits, Policy, Session, SessionState, new_id
+from sojourn.server.base import Principal
+from sojourn.server.checks import check_limits, check_map, check_name, check_place, check_policy
+from sojourn.server.context import Context
+from sojourn.server.operations import Operations
+from sojourn.server.registry import ActiveSession
+from sojourn.server.snapshots import Snapshots
+from sojourn.server.turns import Turns
+from sojourn.server.views import operation_info, session_info
+from sojourn.wire.api import (
+    CreateSession,
+    ForkRequest,
+    OperationInfo,
+    SessionInfo,
+    SnapshotRequest,
+    SuspendRequest,
+)
+
+MAX_FORKS = 100
+_SESSION_VERBS = {"create", "pause", "suspend", "resume", "rollback", "promote"}
+
+
+class Requests:
+    """Begins operations and tells how they stand."""
+
+    def __init__(
+        self, context: Context, operations: Operations, snapshots: Snapshots, turns: Turns
+    ) -> None:
+        self._context = context
+        self._operations = operations
+        self._snapshots = snapshots
+        self._turns = turns
+
+    async def create(
+        self, who: Principal, request: CreateSession, key: str | None
+    ) -> OperationInfo:
+        """Make a session and start it."""
+        template = self._context.template(request.template)
+        driver = request.driver or self._context.agent.default_driver
+        self._context.agent.driver(driver)
+        limits = check_limits(request.limits or Limits())
+        policy = check_policy(request.policy or Policy())
+        if request.name is not None:
+            check_name(request.name)
+        check_map("labels", request.labels, env=False)
+        check_map("env", request.env, env=True)
+        check_place(request.cwd, request.user)
+        now = time.time()
+        idle, lifetime = first_deadlines(policy, now)
+        session = Session(
+            id=new_id("ses"),
+            tenant=who.tenant,
+            name=request.name,
+            labels=request.labels,
+            template=template.name,
+            env=request.env,
+            limits=limits,
+            policy=policy,
+            driver=driver,
+            state=SessionState.CREATING,
+            epoch=0,
+            head=None,
+            parent_session=None,
+            forked_from=None,
+            sandbox=None,
+            node=None,
+            idle_deadline=idle,
+            lifetime_deadline=lifetime,
+            cause=None,
+            created_at=now,
+            updated_at=now,
+        )
+        active = ActiveSession(session)
+        operation = await self._operations.begin(
+            who,
+            active,
+            "create",
+            msgspec.to_builtins(request),
+            key,
+            creates=True,
+            also=[InsertSession(session)],
+        )
+        return await self._operation_info(operation)
+
+    async def _verb(
+        self, who: Principal, ref: str, verb: str, request: dict[str, Any], key: str | None
+    ) -> OperationInfo:
+        active = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(active)
+        operation = await self._operations.begin(who, active, verb, request, key)
+        return await self._operation_info(operation)
+
+    async def pause(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
+        """Freeze in memory."""
+        return await self._verb(who, ref, "pause", {}, key)
+
+    async def suspend(
+        self, who: Principal, ref: str, request: SuspendRequest, key: str | None
+    ) -> OperationInfo:
+        """Put away to storage."""
+        return await self._verb(who, ref, "suspend", {"memory": request.memory}, key)
+
+    async def resume(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
+        """Go on."""
+        return await self._verb(who, ref, "resume", {}, key)
+
+    async def snapshot(
+        self, who: Principal, ref: str, request: SnapshotRequest, key: str | None
+    ) -> OperationInfo:
+        """Take a snapshot now."""
+        if request.label is not None and not 1 <= len(request.label) <= 200:
+            raise InvalidRequest("label must be 1 to 200 characters", field="label")
+        return await self._verb(
+            who, ref, "snapshot", {"label": request.label, "memory": request.memory}, key
+        )
+
+    async def rollback(
+        self, who: Principal, ref: str, snapshot: str, key: str | None
+    ) -> OperationInfo:
+        """Continue from another snapshot of the tree."""
+        active = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(active)
+        target = await self._snapshots.resolve(active.session, snapshot)
+        return await self._verb(who, ref, "rollback", {"snapshot": target.id}, key)
+
+    async def fork(
+        self, who: Principal, ref: str, request: ForkRequest, key: str | None
+    ) -> OperationInfo:
+        """Start children from now or from a snapshot."""
+        if not 1 <= request.n <= MAX_FORKS:
+            raise InvalidRequest(f"n must be 1 to {MAX_FORKS}, not {request.n}", field="n")
+        names = request.names
+        if names is not None:
+            if len(names) != request.n or len(set(names)) != len(names):
+                raise InvalidRequest("give as many different names as children", field="names")
+            for name in names:
+                check_name(name)
+                await self._check_free(who, name, key)
+        check_map("labels", request.labels, env=False)
+        active = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(active)
+        point = None
+        if request.snapshot is not None:
+            point = (await self._snapshots.resolve(active.session, request.snapshot)).id
+        body = msgspec.to_builtins(request) | {"snapshot": point}
+        operation = await self._operations.begin(who, active, "fork", body, key)
+        return await self._operation_info(operation)
+
+    async def _check_free(self, who: Principal, name: str, key: str | None) -> None:
+        """Refuse a taken name before anything is done; the database decides when it is used."""
+        with contextlib.suppress(SessionNotFound):
+            await self._context.registry.find(who.tenant, name)
+            if key and await self._context.database.keyed_operation(who.tenant, key):
+                return  # taken by this very request when it came first: it is answered again
+            raise NameTaken(f"another session is called {name!r}", name=name)
+
+    async def promote(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
+        """Make this fork's state its parent's."""
+        child = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(child)
+        if child.session.parent_session is None:
+            raise WrongState(
+                f"session {child.session.name or child.id} is not a fork",
+                next_step="Only a fork can be promoted.",
+            )
+        try:
+            parent = await self._context.registry.find(who.tenant, child.session.parent_session)
+        except SessionNotFound as error:
+            raise Conflict(
+                f"the session it was forked from ({child.session.parent_session}) was deleted",
+                next_step="Keep the fork as it is.",
+            ) from error
+        await self._turns.settle(parent)
+        operation = await self._operations.begin(who, parent, "promote", {"child": child.id}, key)
+        return await self._operation_info(operation)
+
+    async def delete(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
+        """Remove, from whatever state."""
+        try:
+            active = await self._context.registry.find(who.tenant, ref)
+        except SessionNotFound:
+            known = await self._operations.repeated(who, "delete", ref, key)
+            if known is None:
+                raise
+            return await self._operation_info(known)
+        operation = await self._operations.begin(
+            who, active, "delete", {"ref": ref}, key, supersede=True
+        )
+        return await self._operation_info(operation)
+
+    async def _operation_info(self, operation: Operation) -> OperationInfo:
+        if operation.state is not OperationState.SUCCEEDED:
+            return operation_info(operation)
+        result: Any = None
+        if operation.verb == "fork":
+            ids = operation.result["sessions"] if operation.result else []
+            sessions = []
+            for id in ids:
+                try:
+                    sessions.append(
+                        await self.newest(await self._context.registry.find(operation.tenant, id))
+                    )
+                except SessionNotFound:
+                    continue  # deleted since
+            return msgspec.structs.replace(operation_info(operation), result=sessions)
+        if operation.verb in _SESSION_VERBS:
+            try:
+                result = await self.newest(
+                    await self._context.registry.find(operation.tenant, operation.session)
+                )
+            except SessionNotFound:
+                result = None
+        return operation_info(operation, result)
+
+    async def operation(self, who: Principal, operation: str) -> OperationInfo:
+        """One operation."""
+        return await self._operation_info(
+            await self._context.database.get_operation(who.tenant, operation)
+        )
+
+    async def wait(self, who: Principal, operation: str, timeout: float) -> OperationInfo:
+        """Wait for it, at most `timeout` seconds."""
+        await self._context.database.get_operation(who.tenant, operation)
+        await self._operations.wait(operation, timeout)
+        return await self.operation(who, operation)
+
+    async def newest(self, active: ActiveSession) -> SessionInfo:
+        """The session with its deadline as calls have moved it, which no commit tells of."""
+        newest = await self._context.database.get_session(None, active.id)
+        return session_info(newest, self._operations.current(active.id))
