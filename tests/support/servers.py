@@ -50,8 +50,11 @@ class ServerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.startswith("ready "):
-            self._process.wait(timeout=30)
-            raise RuntimeError(f"no ready line, exit {self._process.returncode}: {self.log()}")
+            try:
+                self._process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+            raise RuntimeError(f"no ready line, exit {self.wait()}: {self.log()}")
         self.url = line.split()[1]
         return self.client()
 
