@@ -112,7 +112,21 @@ def prepared(client: Sojourn) -> tuple[Session, str]:
     return session, good
 
 
-@pytest.mark.parametrize("name", sorted(DAMAGES))
+# One of each kind is tried every time, all of them with SOJOURN_SOAK.
+OFTEN = [
+    "flipped byte in the memory image",
+    "removed part of the memory image",
+    "flipped byte in a file",
+    "added file",
+    "changed mode",
+    "flipped byte in the layer's manifest",
+    "flipped byte in the snapshot's manifest",
+    "removed snapshot manifest",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(DAMAGES) if os.environ.get("SOJOURN_SOAK") else OFTEN)
 def test_damage_is_refused_by_name_and_the_session_goes_on_from_before(
     damaged: ServerProcess, client: Sojourn, name: str
 ) -> None:

@@ -148,12 +148,6 @@ def manifest(session: Session, top: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def without_nodes(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Without pipes and sockets, which a runtime may keep in memory alone."""
-    above = "./" + b"nodes".hex()
-    return {name: facts for name, facts in found.items() if not name.startswith(above)}
-
-
 def differences(
     before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
