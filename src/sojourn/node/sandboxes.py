@@ -212,8 +212,9 @@ class Sandbox:
             return True
         if now.alive != self.baseline.alive:
             return True
-        # A tree of a few entries is read faster than a thread is woken.
-        return not self.store.unchanged(self.upper, self.baseline_scan)
+        if self.baseline_scan.quick:
+            return not self.store.unchanged(self.upper, self.baseline_scan)
+        return not await asyncio.to_thread(self.store.unchanged, self.upper, self.baseline_scan)
 
     def status(self) -> SandboxStatus:
         """What the host shows of it. Blocks."""

@@ -62,6 +62,10 @@ class Scan(Protocol):
     def bytes(self) -> int:
         """Allocated bytes under the tree."""
 
+    @property
+    def quick(self) -> bool:
+        """Whether `unchanged` takes no longer than a thread takes to wake up."""
+
 
 class Store(Protocol):
     """A snapshot store."""

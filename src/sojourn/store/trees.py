@@ -32,6 +32,8 @@ MODE, INODE, NLINK, UID, GID, SIZE, MTIME, CTIME, RDEV = range(9)
 Extra = tuple[tuple[tuple[bytes, bytes], ...], bytes]  # extended attributes, symlink target
 
 COARSE_WINDOW_NS = 20_000_000
+# What can be looked at, and read, in the time of waking a thread.
+_QUICK_ENTRIES, _QUICK_BYTES = 64, 65536
 _SPAN = 3000  # bytes of path handed to the kernel at once (PATH_MAX is 4096)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -204,6 +206,13 @@ class LocalScan:
     def bytes(self) -> int:
         """Allocated bytes under the tree."""
         return self.allocated
+
+    @property
+    def quick(self) -> bool:
+        """Whether `unchanged` takes no longer than a thread takes to wake up."""
+        if len(self.entries) > _QUICK_ENTRIES:
+            return False
+        return sum(self.entries[path][SIZE] for path in self.recent) <= _QUICK_BYTES
 
 
 def scan_tree(

@@ -273,8 +273,7 @@ class Cgroup:
         with contextlib.suppress(FileNotFoundError):
             self._set_frozen(True)
             self._await_frozen(True, time.monotonic() + 0.05)
-        for pid in self.pids():
-            processes.kill(pid)
+        processes.kill(self.pids)
 
     def _thaw_leftover(self) -> None:
         tracked = self._v2 if self._v2 is not None else self._v1.get("freezer")

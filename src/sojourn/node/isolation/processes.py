@@ -200,19 +200,21 @@ def mentioning(words: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
                 break
 
 
-def kill(pid: int, number: int = signal.SIGKILL, *, started: int | None = None) -> None:
-    """Signal a process; with `started`, only the one that began then."""
-    try:
-        handle = os.pidfd_open(pid)
-    except (ProcessLookupError, OSError):
-        return
-    try:
-        if started is not None and start_time(pid) != started:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(handle, number)
-    finally:
-        os.close(handle)
+def kill(find: Callable[[], Iterable[int]]) -> None:
+    """Kill the processes that `find` names, once each.
+
+    It is asked again once a descriptor of each is held: a number that was given to another process
+    in between is not among its answers any more.
+    """
+    with contextlib.ExitStack() as stack:
+        handles: dict[int, int] = {}
+        for pid in find():
+            with contextlib.suppress(OSError):  # it is gone
+                handles[pid] = os.pidfd_open(pid)
+                stack.callback(os.close, handles[pid])
+        for pid in handles.keys() & set(find()):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handles[pid], signal.SIGKILL)
 
 
 def reap(pid: int) -> None:
@@ -231,8 +233,7 @@ def end(find: Callable[[], Iterable[int]], deadline: float) -> list[int]:
         left = [pid for pid in find() if alive(pid)]
         if not left:
             return []
-        for pid in left:
-            kill(pid)
+        kill(find)
         if time.monotonic() > deadline:
             return left
         time.sleep(pause)
