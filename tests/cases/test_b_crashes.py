@@ -21,7 +21,7 @@ import uvloop
 from sojourn.client import Session
 from sojourn.database import open_database
 from sojourn.database.writes import UpdateSession
-from sojourn.errors import SojournError, StaleEpoch
+from sojourn.errors import ResumeFailed, SojournError, StaleEpoch
 from sojourn.model import SessionState
 from sojourn.node import tools
 from support.plain_api import RawApi, raw_api
@@ -383,6 +383,21 @@ def test_c15_a_failing_store_leaves_nothing_frozen(server: ServerProcess, place:
     assert session.files.read("/root/work") == b"kept"
     assert counts_without_gap(session)
     assert session.verify().ok
+
+
+def test_a_fork_that_the_host_refuses_leaves_no_children(server: ServerProcess) -> None:
+    """All of its children or none, also when what failed is a directory of the host."""
+    client = server.client()
+    session = client.sessions.create()
+    session.suspend()
+    with immutable(server.data / "sandboxes"):
+        with pytest.raises(ResumeFailed):
+            session.fork(n=2)
+        assert [one.id for one in client.sessions.list()] == [session.id]
+        assert session.refresh().state == "suspended"
+        with pytest.raises(ResumeFailed):
+            session.resume()
+    assert session.exec("echo back").text == "back\n"
 
 
 def test_c17_a_failing_clean_up_does_not_wedge_a_suspend(server: ServerProcess) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from sojourn.client import Sojourn
-from sojourn.errors import DiskQuotaExceeded
+from sojourn.client import Session, Sojourn
+from sojourn.errors import DiskQuotaExceeded, NameTaken
+from support.servers import ServerProcess
 
 
 def test_a_session_runs_as_its_user_in_its_home(client: Sojourn) -> None:
@@ -40,3 +43,27 @@ def test_no_file_grows_beyond_the_disk_limit(client: Sojourn) -> None:
         assert session.exec("true").ok
     finally:
         session.delete()
+
+
+def test_limits_of_a_refused_update_are_taken_back(
+    client: Sojourn, shared_server: ServerProcess, session: Session
+) -> None:
+    other = client.sessions.create(name="has-the-name")
+    try:
+        before = bounds(shared_server, session)
+        with pytest.raises(NameTaken):
+            session.update(name="has-the-name", limits={"pids": 77})
+        assert bounds(shared_server, session) == before
+        assert session.refresh().info.limits.pids == 512
+        session.update(limits={"pids": 77})
+        assert bounds(shared_server, session) != before
+    finally:
+        other.delete()
+
+
+def bounds(server: ServerProcess, session: Session) -> set[str]:
+    """What the kernel bounds the sandbox's processes to."""
+    records = (server.data / "sandboxes").glob("*/record.json")
+    name = next(r.parent.name for r in records if session.id in r.read_text())
+    found = {file.read_text() for file in Path("/sys/fs/cgroup").glob(f"**/{name}/pids.max")}
+    return found or pytest.skip("no controller of process numbers")  # type: ignore[return-value]
