@@ -27,7 +27,7 @@ from sojourn.node.records import (
     write_salvaged,
 )
 from sojourn.node.sandboxes import Sandbox
-from sojourn.store.local import LocalStore
+from sojourn.store.base import Store
 from sojourn.store.trees import remove_tree
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class NodeAgent:
     def __init__(
         self,
         directory: Path,
-        store: LocalStore,
+        store: Store,
         drivers: Mapping[str, Driver],
         supervisor: Path,
         *,

@@ -21,8 +21,7 @@ from sojourn.node.interpreter import Interpreter
 from sojourn.node.isolation.base import Capability, Driver, SandboxSpec, SandboxStatus
 from sojourn.node.link import GuestLink
 from sojourn.node.records import SandboxRecord, write_record
-from sojourn.store.base import Scan
-from sojourn.store.local import LocalStore
+from sojourn.store.base import Scan, Store
 from sojourn.store.trees import remove_tree
 from sojourn.wire.guest import GuestActivity
 
@@ -48,7 +47,7 @@ class Sandbox:
         record: SandboxRecord,
         directory: Path,
         driver: Driver,
-        store: LocalStore,
+        store: Store,
         supervisor: Path,
     ) -> None:
         self.record = record

@@ -16,7 +16,7 @@ from sojourn.model import LayerRef, Session
 from sojourn.node.agent import NodeAgent
 from sojourn.node.sandboxes import Sandbox
 from sojourn.server.registry import ActiveSession, Registry
-from sojourn.store.local import LocalStore
+from sojourn.store.base import Store
 
 
 class Template(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class Context:
         self,
         *,
         database: Database,
-        store: LocalStore,
+        store: Store,
         agent: NodeAgent,
         templates: Sequence[Template],
         server: str,

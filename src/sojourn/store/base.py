@@ -70,6 +70,10 @@ class Scan(Protocol):
 class Store(Protocol):
     """A snapshot store."""
 
+    @property
+    def root(self) -> Path:
+        """The directory that holds all of it."""
+
     # -- layers -----------------------------------------------------------------------------
     def scan(self, upper: Path) -> Scan:
         """Note names, inodes, sizes, times of every entry; reads no file content."""
