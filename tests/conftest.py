@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.servers import ServerProcess
 
 from sojourn.client import Session, Sojourn
+from support.servers import ServerProcess
 
 
 @pytest.fixture(scope="session")

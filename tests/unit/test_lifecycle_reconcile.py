@@ -17,21 +17,27 @@ CASES = list(itertools.product(SessionState, VERBS, [False, True], Host))
 @pytest.mark.parametrize("host", Host)
 def test_a_running_session_keeps_its_living_sandbox(host: Host) -> None:
     decision = reconcile(session(RUNNING), None, False, Found(host, "killed"))
-    assert decision.action == {
-        Host.ALIVE: Action.ADOPT,
-        Host.FROZEN: Action.THAW_AND_ADOPT,
-        Host.GONE: Action.TO_SUSPENDED,
-    }[host]
+    assert (
+        decision.action
+        == {
+            Host.ALIVE: Action.ADOPT,
+            Host.FROZEN: Action.THAW_AND_ADOPT,
+            Host.GONE: Action.TO_SUSPENDED,
+        }[host]
+    )
 
 
 @pytest.mark.parametrize("host", Host)
 def test_a_paused_session_stays_frozen(host: Host) -> None:
     decision = reconcile(session(PAUSED), None, False, Found(host))
-    assert decision.action == {
-        Host.ALIVE: Action.FREEZE_AND_ADOPT,
-        Host.FROZEN: Action.ADOPT,
-        Host.GONE: Action.TO_SUSPENDED,
-    }[host]
+    assert (
+        decision.action
+        == {
+            Host.ALIVE: Action.FREEZE_AND_ADOPT,
+            Host.FROZEN: Action.ADOPT,
+            Host.GONE: Action.TO_SUSPENDED,
+        }[host]
+    )
 
 
 def test_a_lost_sandbox_is_explained() -> None:
