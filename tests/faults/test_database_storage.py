@@ -138,14 +138,16 @@ def test_touches_that_found_no_room_are_written_when_there_is_some(small_disk: P
 
     async def scenario(db: Database) -> str:
         session = await insert_session(db, make_session("box"))
+        room = small_disk / "room"
+        room.write_bytes(b"x" * (256 << 10))
         padding = "y" * 4000
         with pytest.raises(StorageFull):
             for _ in range(10_000):
                 await db.append_event(AppendEvent(session.id, "turn", details={"o": padding}))
-        ballast = take_all_room(small_disk)
+        take_all_room(small_disk)
         db.touch_idle(session.id, 500.0)
         assert (await db.get_session(None, "box")).idle_deadline == 500.0
-        ballast.unlink()
+        room.unlink()
         return session.id
 
     run(path, scenario)

@@ -200,6 +200,9 @@ class Turns:
 
     async def _explain(self, active: ActiveSession, sandbox: Sandbox, error: SandboxLost) -> None:
         """Say why the sandbox died: as the host tells it, or as whoever noticed it recorded it."""
+        if active.doomed:
+            # Its sandbox was ended on purpose: what the caller has to know is why.
+            raise Interrupted(f"session {active.id} was deleted") from error
         noting = self._context.soon(self._placements.check(active), f"check {active.id}")
         status = await asyncio.to_thread(sandbox.status)
         cause = None if status.alive else status.cause

@@ -391,6 +391,7 @@ def stamps_are_fine(directory: Path) -> bool:
     """Whether each change after a look gets its own change time on this file system.
 
     Sixteen writes within a millisecond must carry sixteen stamps; a coarse clock gives one or two.
+    Where nothing can be written (a full disk) the clock is taken for a coarse one.
     """
     name = directory / f".stamps-{os.getpid()}-{time.monotonic_ns()}"
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -403,6 +404,10 @@ def stamps_are_fine(directory: Path) -> bool:
                 stamps.add(os.fstat(fd).st_ctime_ns)
             if time.monotonic_ns() - begun < 1_000_000:
                 return len(stamps) == 16
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
         return False
     finally:
         os.close(fd)
