@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -202,3 +204,18 @@ def test_kernel_refusal_names_file_and_value(unified: Hierarchies) -> None:
     file.symlink_to("/dev/full")
     with pytest.raises(HostUnfit, match=r"memory\.max"):
         group.limit(LIMITS)
+
+
+def test_a_group_that_goes_while_it_is_written_counts_as_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = tmp_path / "cgroup.freeze"
+    control.touch()
+
+    def gone(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(os, "write", gone)
+    with pytest.raises(FileNotFoundError):
+        cgroups._write(control, "0")
+    cgroups._write(control, "0", optional=True)

@@ -205,7 +205,11 @@ class NodeAgent:
         """End the processes of every sandbox of a session, also of one that is just being started:
         whoever waits for it is told at once instead of after a timeout."""
         for sandbox in [s for s in self._sandboxes.values() if s.record.session == session]:
-            await sandbox.kill()
+            try:
+                await sandbox.kill()
+            except (SojournError, OSError) as error:
+                # Whoever owns it removes it, and that is tried again until it works.
+                log.warning("sandbox %s does not end yet: %s", sandbox.record.sandbox, error)
 
     def destroy_soon(self, sandbox: str) -> None:
         """Destroy in the background: off the path of whoever waits for the session."""
@@ -270,6 +274,7 @@ class NodeAgent:
         """Let go of every sandbox without ending it; finish what runs in the background."""
         if self._chores:
             await asyncio.gather(*self._chores)
+        await self.retry_removals()
         for sandbox in list(self._sandboxes.values()):
             with contextlib.suppress(SandboxLost):
                 await sandbox.guest.close()

@@ -361,6 +361,11 @@ def _write(file: Path, value: str, *, optional: bool = False) -> None:
     try:
         os.write(descriptor, value.encode())
     except OSError as error:
+        if error.errno == errno.ENODEV:
+            # The group was removed between opening and writing: as if it had not been there.
+            if optional:
+                return
+            raise FileNotFoundError(errno.ENOENT, "the group is gone", str(file)) from error
         raise HostUnfit(f"the kernel refused {value!r} for {file}: {error.strerror}") from error
     finally:
         os.close(descriptor)
