@@ -154,7 +154,7 @@ def kill_under_load(server: ServerProcess, kills: int, seed: int) -> None:
 
 
 def test_random_kills(killed: ServerProcess) -> None:
-    kill_under_load(killed, 10, random.randrange(1 << 30))
+    kill_under_load(killed, 20, random.randrange(1 << 30))
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def run(world: World, examples: int, steps: int) -> None:
 
 @pytest.mark.timeout(900)
 def test_short_histories(world: World) -> None:
-    run(world, int(os.environ.get("SOJOURN_HISTORIES", "80")), 4)
+    run(world, int(os.environ.get("SOJOURN_HISTORIES", "200")), 4)
 
 
 @pytest.mark.slow
