@@ -13,7 +13,7 @@ from typing import Any
 
 from sojourn import faultpoints
 from sojourn.database.writes import AppendEvent, InsertSession, Write
-from sojourn.errors import Interrupted, SandboxLost, SessionNotFound, SojournError
+from sojourn.errors import Interrupted, SessionNotFound, SojournError
 from sojourn.lifecycle import Command, Verb, decide, first_deadlines
 from sojourn.model import (
     AutoSnapshot,
@@ -139,33 +139,37 @@ class Branches:
             return await self._snapshots.read(known)
         async with source.gate.closed("fork"):
             decide(source.session, Command(Verb.FORK))
-            if source.session.live and not await self._placements.check_held(source):
-                raise SandboxLost(f"the sandbox had ended: {source.session.cause}")
-            if source.session.live:
-                sandbox = self._context.sandbox(source)
-                if not source.dirty and not sandbox.frozen and await self._head_is_now(source):
-                    point = await self._snapshots.head(source.session)
-                else:
-                    point = await self._snapshots.take(source, SnapshotKind.FORK, actor=run.actor)
-            else:
-                point = await self._snapshots.head(source.session)
+            await self._placements.require_held(source)
+            point = await self._present(source, SnapshotKind.FORK, run.actor)
         await run.step("point", point=point.id)
         return point
 
-    async def _head_is_now(self, source: ActiveSession) -> bool:
-        """Whether the head snapshot still is the present state: then it need not be taken again.
+    async def _present(self, active: ActiveSession, kind: SnapshotKind, actor: str) -> Snapshot:
+        """A snapshot of the present state: the head where it still is that, else one taken now.
+
+        The caller holds the gate and has looked whether the sandbox lives.
+        """
+        if not active.session.live:
+            return await self._snapshots.head(active.session)
+        head = await self._head_if_now(active)
+        return head or await self._snapshots.take(active, kind, actor=actor)
+
+    async def _head_if_now(self, active: ActiveSession) -> Snapshot | None:
+        """The head snapshot where it still is the present state and need not be taken again.
 
         Only where no process can have moved on by itself since.
         """
-        sandbox = self._context.sandbox(source)
+        sandbox = self._context.sandbox(active)
+        if active.dirty or sandbox.frozen:
+            return None
         if sandbox.baseline is None or sandbox.baseline.alive > 0:
-            return False
-        head = await self._snapshots.head(source.session)
+            return None
+        head = await self._snapshots.head(active.session)
         if head.kind is SnapshotKind.BASE:
-            return False
+            return None
         if head.memory is None and sandbox.has(Capability.LIVE_CHECKPOINT):
-            return False  # what is in memory is in no snapshot
-        return not await sandbox.changed()
+            return None  # what is in memory is in no snapshot
+        return None if await sandbox.changed() else head
 
     async def _child(
         self,
@@ -224,15 +228,12 @@ class Branches:
             faultpoints.reach("fork.child")
 
     async def _insert(self, session: Session) -> ActiveSession:
-        database = self._context.database
-        page = await database.list_sessions(
-            session.tenant, parent=session.parent_session, limit=1000
-        )
-        for known in page.items:
-            if known.id == session.id:
-                return self._context.registry.hold(known)
-        await database.commit([InsertSession(session)])
-        return self._context.registry.hold(session)
+        registry = self._context.registry
+        try:
+            return await registry.find(session.tenant, session.id)
+        except SessionNotFound:
+            await self._context.database.commit([InsertSession(session)])
+            return registry.hold(session)
 
     async def _undo(self, run: Run, children: list[dict[str, Any]]) -> None:
         for child in children:
@@ -276,12 +277,6 @@ class Branches:
     async def _child_point(self, run: Run, child: ActiveSession) -> Snapshot:
         async with child.gate.closed("promote"):
             decide(child.session, Command(Verb.PROMOTE))
-            if await self._placements.check_held(child):
-                sandbox = self._context.sandbox(child)
-                if not child.dirty and not sandbox.frozen and await self._head_is_now(child):
-                    return await self._snapshots.head(child.session)
-                memory = sandbox.has(Capability.LIVE_CHECKPOINT)
-                return await self._snapshots.take(
-                    child, SnapshotKind.EXPLICIT, memory=memory, actor=run.actor
-                )
-            return await self._snapshots.head(child.session)
+            # Of a child whose sandbox is found gone, the last snapshot is what there is.
+            await self._placements.check_held(child)
+            return await self._present(child, SnapshotKind.EXPLICIT, run.actor)

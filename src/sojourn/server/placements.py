@@ -183,6 +183,12 @@ class Placements:
         await self.lost(active, status.cause or "the sandbox ended")
         return False
 
+    async def require_held(self, active: ActiveSession) -> None:
+        """Raise SandboxLost where the sandbox a live session should have is gone, after noting the
+        loss. The caller holds the gate."""
+        if active.session.live and not await self.check_held(active):
+            raise SandboxLost(f"the sandbox had ended: {active.session.cause}")
+
     async def fail(self, active: ActiveSession, error: SojournError) -> None:
         """After a failed start: where the stored state is bad, the session is `failed`, and says
         which snapshot is the newest good one; otherwise it stays as it was, to be tried again."""

@@ -116,6 +116,19 @@ class Snapshots:
             image=memory.id if memory else None,
         )
 
+    async def make_head(self, active: ActiveSession, record: SnapshotRecord, *also: Write) -> None:
+        """Commit a published snapshot as the session's head, together with `also`.
+
+        Raises like `Context.commit`; a refused snapshot is withdrawn from the store again.
+        """
+        try:
+            await self._context.commit(active, {"head": record.id}, InsertSnapshot(record), *also)
+        except Conflict:
+            # The session moved on or went meanwhile: nothing will refer to what was published.
+            await asyncio.to_thread(self._context.store.delete_snapshot, record.id)
+            self.collect_soon()
+            raise
+
     async def begin(
         self, active: ActiveSession, kind: SnapshotKind, *, memory: bool = True
     ) -> Taking:
@@ -166,31 +179,15 @@ class Snapshots:
                     before=session.head,
                     after=snapshot.id,
                 )
-            try:
-                await self._context.commit(
-                    active, {"head": snapshot.id}, InsertSnapshot(record), event
-                )
-            except Conflict:
-                # The session moved on or went meanwhile: nothing will refer to what was published.
-                await asyncio.to_thread(self._context.store.delete_snapshot, snapshot.id)
-                self.collect_soon()
-                raise
+            await self.make_head(active, record, event)
             faultpoints.reach("auto.commit")
         if taking.kind is SnapshotKind.AUTO:
             self._context.soon(self.thin(active), f"thin {active.id}")
         return snapshot
 
-    async def take(
-        self,
-        active: ActiveSession,
-        kind: SnapshotKind,
-        *,
-        memory: bool = True,
-        actor: str = "server",
-    ) -> Snapshot:
+    async def take(self, active: ActiveSession, kind: SnapshotKind, *, actor: str) -> Snapshot:
         """`begin` and `finish` for a caller that holds the gate until it is committed."""
-        taking = await self.begin(active, kind, memory=memory)
-        return await self.finish(active, taking, actor=actor)
+        return await self.finish(active, await self.begin(active, kind), actor=actor)
 
     async def begin_or_files_only(self, active: ActiveSession) -> Taking:
         """Begin an automatic snapshot; what memory cannot be taken of is at least kept as files."""
@@ -240,8 +237,7 @@ class Snapshots:
                 before=head.id,
                 after=own.id,
             )
-            row = InsertSnapshot(await self.publish(own, session.tenant))
-            await self._context.commit(active, {"head": own.id}, row, event)
+            await self.make_head(active, await self.publish(own, session.tenant), event)
 
     # -- find -------------------------------------------------------------------------------
 
@@ -326,10 +322,9 @@ class Snapshots:
                 session, snapshot.config, layers, snapshot.memory, SnapshotKind.AUTO
             )
             record = await self.publish(merged, session.tenant)
-            await self._context.commit(
+            await self.make_head(
                 active,
-                {"head": merged.id},
-                InsertSnapshot(record),
+                record,
                 AppendEvent(
                     session=active.id,
                     kind="squash",

@@ -111,8 +111,7 @@ class Verbs:
                 await self._done(run, {})
                 return
             decide(active.session, Command(Verb.PAUSE))
-            if not await self._placements.check_held(active):
-                raise SandboxLost(f"the sandbox had ended: {active.session.cause}")
+            await self._placements.require_held(active)
             sandbox = self._context.sandbox(active)
             if not sandbox.has(Capability.FREEZE):
                 raise Unsupported(f"driver {sandbox.driver.name} cannot freeze on this host")
@@ -180,8 +179,7 @@ class Verbs:
         memory = bool(run.request.get("memory", True))
         async with active.gate.closed("snapshot"):
             decide(active.session, Command(Verb.SNAPSHOT))
-            if active.session.live and not await self._placements.check_held(active):
-                raise SandboxLost(f"the sandbox had ended: {active.session.cause}")
+            await self._placements.require_held(active)
             if active.session.live:
                 sandbox = self._context.sandbox(active)
                 if memory and not sandbox.has(Capability.LIVE_CHECKPOINT):
@@ -219,10 +217,9 @@ class Verbs:
         )
         record = await self._snapshots.publish(snapshot, session.tenant)
         faultpoints.reach("snapshot.publish")
-        await self._context.commit(
+        await self._snapshots.make_head(
             active,
-            {"head": snapshot.id},
-            InsertSnapshot(record),
+            record,
             run.finish(snapshot_info(record, snapshot.id)),
             run.event(
                 before=session.head, after=snapshot.id, label=label, memory=memory is not None

@@ -140,15 +140,14 @@ def written_early(directory: Path) -> Iterator[None]:
 
     def start_writing() -> None:
         while not done.wait(_EVERY_SECONDS):
-            for file in directory.iterdir():
-                try:
+            # A file, or all of them, may go while this looks.
+            with contextlib.suppress(FileNotFoundError):
+                for file in directory.iterdir():
                     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                except FileNotFoundError:
-                    continue
-                try:
-                    _libc.sync_file_range(fd, 0, 0, _START_WRITING)
-                finally:
-                    os.close(fd)
+                    try:
+                        _libc.sync_file_range(fd, 0, 0, _START_WRITING)
+                    finally:
+                        os.close(fd)
 
     thread = threading.Thread(target=start_writing, name="early writing")
     thread.start()
