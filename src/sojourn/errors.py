@@ -6,7 +6,8 @@ that names the cause, and the next step. Codes never change meaning, so programs
     SojournError                         internal
     ├── InvalidRequest                   invalid_request        400
     │   ├── UnknownTemplate              unknown_template       400
-    │   └── PathInvalid                  path_invalid           400
+    │   ├── PathInvalid                  path_invalid           400
+    │   └── ArchiveInvalid               archive_invalid        400
     ├── Unauthenticated                  unauthenticated        401
     ├── Forbidden                        forbidden              403
     ├── NotFound                         not_found              404
@@ -14,6 +15,7 @@ that names the cause, and the next step. Codes never change meaning, so programs
     │   ├── SnapshotNotFound             snapshot_not_found     404
     │   ├── ProcessNotFound              process_not_found      404
     │   ├── OperationNotFound            operation_not_found    404
+    │   ├── ObjectMissing                object_missing         404
     │   └── FileMissing                  file_not_found         404
     ├── Conflict                         conflict               409
     │   ├── NameTaken                    name_taken             409
@@ -37,7 +39,10 @@ that names the cause, and the next step. Codes never change meaning, so programs
     ├── StorageFull                      storage_full           507
     ├── Unsupported                      unsupported            501
     ├── HostUnfit                        host_unfit             500
+    ├── StoreRefused                     store_refused          502
+    ├── StoreKeyInvalid                  store_key_invalid      500
     └── Unreachable                      unreachable            503
+        └── StoreUnreachable             store_unreachable      503
 
 Exit codes of the `sojourn` command: those of the command for `exec` and `run`, else 100 to 125
 as given on each class (64 to 78 and 126 up are left to the commands and shells).
@@ -102,6 +107,13 @@ class PathInvalid(InvalidRequest):
     default_next_step = "Give an absolute path inside the session."
 
 
+class ArchiveInvalid(InvalidRequest):
+    """An archive is damaged, forged, or asks for more than it may; nothing of it was kept."""
+
+    code = "archive_invalid"
+    default_next_step = "Export it again, and compare what arrived with what was sent."
+
+
 class Unauthenticated(SojournError):
     """The token is missing or unknown."""
 
@@ -148,6 +160,13 @@ class OperationNotFound(NotFound):
     """No such operation."""
 
     code = "operation_not_found"
+
+
+class ObjectMissing(NotFound):
+    """The object store has no object under this key."""
+
+    code = "object_missing"
+    default_next_step = "`sojourn store check` tells what the store lacks."
 
 
 class FileMissing(NotFound):
@@ -312,11 +331,33 @@ class HostUnfit(SojournError):
     default_next_step = "Run `sojourn doctor` and apply the cures it names."
 
 
+class StoreRefused(SojournError):
+    """The object store says no: credentials, rights, a bucket that is not there."""
+
+    code, status, exit_code = "store_refused", 502, 119
+    default_next_step = "Check the store's URL, its credentials and their rights."
+
+
+class StoreKeyInvalid(SojournError):
+    """The repository is encrypted and the given key does not open it, or none was given."""
+
+    code, status, exit_code = "store_key_invalid", 500, 120
+    default_next_step = "Give the key it was made with (SOJOURN_STORE_KEY_FILE)."
+
+
 class Unreachable(SojournError):
     """The server does not answer."""
 
     code, status, exit_code = "unreachable", 503, 118
     default_next_step = "Start it with `sojourn up`, or check SOJOURN_URL."
+
+
+class StoreUnreachable(Unreachable):
+    """The object store does not answer, or only with passing failures; what was asked of it was
+    not acknowledged. Sessions go on with the node's own store meanwhile."""
+
+    code = "store_unreachable"
+    default_next_step = "Check that the store can be reached; it is tried again by itself."
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
