@@ -121,7 +121,7 @@ def cli_reference() -> str:
         "# The command line\n\n"
         "Written from the commands themselves by `scripts/write_docs.py`.\n\n"
         "`exec`, `run` and `attach` end with the exit code of the command they ran (128 and the"
-        " signal's\nnumber when a signal ended it). Sojourn's own failures end with 100 to 118, as"
+        " signal's\nnumber when a signal ended it). Sojourn's own failures end with 100 to 120, as"
         " the tree in\n`src/sojourn/errors.py` lists them; with `--json` they are one JSON object"
         " on standard error.\n\n"
     )

@@ -147,8 +147,27 @@ class TestSupervisors:
         assert first.stat().st_mtime_ns == second.stat().st_mtime_ns == 0
         image = tmp_path / "image"
         image.mkdir()
-        kept.note(image, first.name)
+        kept.attach(image, first.name)
         assert Supervisors(tmp_path / "kept").of_image(image, program) == first
+
+    def test_an_image_carries_its_supervisor_to_another_node(self, tmp_path: Path) -> None:
+        program = tmp_path / "program"
+        program.write_bytes(b"one")
+        here = Supervisors(tmp_path / "here")
+        image = tmp_path / "image"
+        image.mkdir()
+        here.attach(image, here.keep(program).name)
+        program.unlink()
+        program.write_bytes(b"other")
+
+        there = Supervisors(tmp_path / "there")
+        found = there.of_image(image, program)
+        assert found.read_bytes() == b"one" and found.parent == tmp_path / "there"
+
+        (image / "supervisor.bin").unlink()
+        (image / "supervisor.bin").write_bytes(b"forged")
+        with pytest.raises(ResumeFailed):
+            Supervisors(tmp_path / "elsewhere").of_image(image, program)
 
     def test_note_cannot_lead_elsewhere(self, tmp_path: Path) -> None:
         program = tmp_path / "program"

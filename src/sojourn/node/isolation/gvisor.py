@@ -229,7 +229,7 @@ class GVisorDriver:
                 self._checkpoint_by_socket(spec, image)
             except urpc.UnknownMethod:
                 self._checkpoint_by_command(spec, image)
-            self._supervisors.note(image, (self._files(spec) / "supervisor").read_text())
+            self._supervisors.attach(image, (self._files(spec) / "supervisor").read_text())
 
     def _checkpoint_by_socket(self, spec: SandboxSpec, image: Path) -> None:
         arg = {

@@ -16,6 +16,7 @@ from pathlib import Path
 from sojourn.errors import ResumeFailed, StorageFull
 
 _NOTE = "supervisor"
+_PROGRAM = "supervisor.bin"
 
 # runsc reads the total from /proc/meminfo at start and restore. In a mount namespace of its own
 # that file can be another; changes of the host's mounts still come through (slave), so that
@@ -80,13 +81,28 @@ class Supervisors:
         finally:
             partial.unlink(missing_ok=True)
 
-    @staticmethod
-    def note(image: Path, name: str) -> None:
-        """Write down in a memory image which supervisor it belongs to."""
-        write_private(image / _NOTE, name)
+    def attach(self, image: Path, name: str) -> None:
+        """Put the supervisor that a memory image belongs to into it: a node that never ran this
+        one can restore the image then. Shared by a link, so it takes no room here.
+        Raises StorageFull."""
+        program = self._directory / name
+        try:
+            write_private(image / _NOTE, name)
+            (image / _PROGRAM).unlink(missing_ok=True)
+            try:
+                (image / _PROGRAM).hardlink_to(program)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EMLINK, errno.EPERM):
+                    raise
+                shutil.copyfile(program, image / _PROGRAM)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFull(f"no room for the supervisor of an image: {error}") from error
+            raise
 
     def of_image(self, image: Path, offered: Path) -> Path:
-        """The copy an image needs. Raises ResumeFailed when this node does not have it."""
+        """The copy an image needs: kept here already, or the one the image carries.
+        Raises ResumeFailed when there is neither, StorageFull."""
         current = self.keep(offered)
         try:
             name = (image / _NOTE).read_text()
@@ -95,9 +111,14 @@ class Supervisors:
         if name == current.name:
             return current
         wanted = self._directory / name
-        if "/" in name or not wanted.is_file():
-            raise ResumeFailed(
-                f"the memory image was taken with the supervisor {name}, which is not on this node",
-                next_step="Resume where it was taken, or resume its files only.",
-            )
-        return wanted
+        if "/" not in name and wanted.is_file():
+            return wanted
+        carried = image / _PROGRAM
+        if carried.is_file():
+            kept = self.keep(carried)
+            if kept.name == name:
+                return kept
+        raise ResumeFailed(
+            f"the memory image was taken with the supervisor {name}, which is not on this node",
+            next_step="Resume where it was taken, or resume its files only.",
+        )
