@@ -10,11 +10,14 @@ from pathlib import Path
 
 from sojourn.database.base import Database
 from sojourn.database.records import (
+    Durability,
+    DurableObjects,
     Event,
     Operation,
     OperationState,
     Pruned,
     References,
+    Removal,
     Role,
     SessionPage,
     SnapshotRecord,
@@ -26,11 +29,14 @@ from sojourn.errors import Unsupported
 
 __all__ = [
     "Database",
+    "Durability",
+    "DurableObjects",
     "Event",
     "Operation",
     "OperationState",
     "Pruned",
     "References",
+    "Removal",
     "Role",
     "SessionPage",
     "SnapshotRecord",

@@ -17,10 +17,13 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from sojourn.database.records import (
+    Durability,
+    DurableObjects,
     Event,
     Operation,
     Pruned,
     References,
+    Removal,
     Role,
     SessionPage,
     SnapshotRecord,
@@ -58,14 +61,12 @@ class Database(Protocol):
         *,
         states: Collection[SessionState] | None = None,
         labels: Mapping[str, str] | None = None,
-        parent: str | None = None,
         limit: int = 100,
         after: str | None = None,
     ) -> SessionPage:
         """Newest first, live ones unless `states` asks for deleted ones; all given labels must
-        match; `parent` keeps children of that session. `after` is the `next` of the page before;
-        sessions that come and go in between neither repeat nor hide others.
-        Raises InvalidRequest for a bad cursor."""
+        match. `after` is the `next` of the page before; sessions that come and go in between
+        neither repeat nor hide others. Raises InvalidRequest for a bad cursor."""
 
     async def count_sessions(self, tenant: str | None = None) -> dict[SessionState, int]:
         """How many sessions are in each state (every state is a key)."""
@@ -101,6 +102,37 @@ class Database(Protocol):
 
     async def references(self) -> References:
         """All layer and image ids any snapshot row refers to."""
+
+    # -- the object store -------------------------------------------------------------------
+    async def undurable_snapshots(self, *, limit: int = 100) -> list[SnapshotRecord]:
+        """Needed ones that the object store does not have yet: heads of live sessions first, then
+        the others, oldest first; within each of the two, parents before children. Needed are the
+        visible snapshots of sessions that are not deleted, and whatever is the head of one."""
+
+    async def mark_durable(self, id: str, *, fingerprint: str, at: float) -> bool:
+        """Set `durable_at` of a snapshot that still has this fingerprint; answers whether it has.
+        False: it was thinned or removed while it was sent. Not durable by itself: a power cut may
+        take it, then the snapshot is looked for in the object store again."""
+
+    async def store_removals(self, *, limit: int = 1000) -> list[Removal]:
+        """What was removed here since, oldest first: snapshots whose row is deleted and sessions
+        that became `deleted`, whether the object store had them or not."""
+
+    async def forget_removals(self, ids: Collection[int]) -> None:
+        """The object store has them no more. Not durable by itself: they may come again."""
+
+    async def durable_objects(self) -> DurableObjects:
+        """What the object store must have, by the snapshots that are durable."""
+
+    async def record_digest(self, session: str) -> str | None:
+        """What `note_record` last noted about the session, as long as its row is there."""
+
+    async def note_record(self, session: str, digest: str) -> None:
+        """Remember what was written to the object store about a session. Not durable by itself.
+        Raises SessionNotFound when there is no row of it, not even a deleted one."""
+
+    async def durability(self, tenant: str | None) -> list[Durability]:
+        """One per session that is not deleted and has a snapshot, oldest session first."""
 
     # -- operations -------------------------------------------------------------------------
     async def begin(
@@ -164,8 +196,9 @@ class Database(Protocol):
         """All events from there on, in order, without a gap, waiting for new ones for ever."""
 
     # -- tenants and tokens -----------------------------------------------------------------
-    async def create_tenant(self, name: str) -> Tenant:
-        """Raises NameTaken."""
+    async def create_tenant(self, name: str, *, id: str | None = None) -> Tenant:
+        """A new tenant, or with `id` one that is restored. Raises NameTaken, Conflict when the id
+        is in use."""
 
     async def get_tenant(self, id_or_name: str) -> Tenant:
         """Raises NotFound."""

@@ -47,7 +47,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True):
 
     `layers` (lowest first) and `image` are what collection must keep. `turn` is the sequence
     number of the event of the turn it was taken after. `hidden` ones are deleted for the user but
-    kept while something needs them; `thinned` ones have lost their memory image.
+    kept while something needs them; `thinned` ones have lost their memory image. `durable_at` is
+    when the object store had it as it is now, with all it refers to; None: not yet.
     """
 
     id: str
@@ -66,6 +67,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True):
     turn: int | None = None
     hidden: bool = False
     thinned: bool = False
+    durable_at: float | None = None
 
 
 class OperationState(enum.StrEnum):
@@ -133,6 +135,42 @@ class References(msgspec.Struct, frozen=True):
 
     layers: set[str]
     images: set[str]
+
+
+class Removal(msgspec.Struct, frozen=True):
+    """Something that is gone here and may still lie in the object store: the `snapshot` or
+    `session` whose id is `object`. `id` grows and is never used again."""
+
+    id: int
+    kind: str
+    tenant: str
+    object: str
+
+
+class DurableObjects(msgspec.Struct, frozen=True):
+    """What durable snapshots refer to: layer and image ids, each with the tenants whose snapshots
+    do; `templates` are their lowest layers, which belong to no tenant and are not in `layers`."""
+
+    layers: dict[str, set[str]]
+    images: dict[str, set[str]]
+    templates: set[str]
+
+
+class Durability(msgspec.Struct, frozen=True):
+    """How far a session's snapshots are in the object store.
+
+    `waiting` counts those that are needed and not durable, `oldest_waiting` is when the oldest of
+    them was taken. `durable_head_at` is when the newest durable snapshot on the head's line (the
+    head or what it descends from) was taken: what a loss of this node would take the session back
+    to; None when there is none.
+    """
+
+    session: str
+    head: str | None
+    head_durable: bool
+    waiting: int
+    oldest_waiting: float | None
+    durable_head_at: float | None
 
 
 class Pruned(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ import msgspec
 from sojourn.database.records import (
     Event,
     Operation,
+    Removal,
     SnapshotRecord,
     Tenant,
     Token,
@@ -122,6 +123,7 @@ OPERATIONS = Rows(Operation)
 EVENTS = Rows(Event)
 TENANTS = Rows(Tenant)
 TOKENS = Rows(Token)
+REMOVALS = Rows(Removal)
 
 PLACEHOLDERS = {
     name: rows
@@ -134,3 +136,17 @@ PLACEHOLDERS = {
         ("token", TOKENS),
     )
 }
+
+
+def parents_first(snapshots: list[SnapshotRecord]) -> list[SnapshotRecord]:
+    """Oldest first, but a child never before its parent, whatever the clock did."""
+    waiting = {snapshot.id: snapshot for snapshot in snapshots}
+    ordered: list[SnapshotRecord] = []
+    for snapshot in snapshots:
+        line: list[SnapshotRecord] = []
+        current: SnapshotRecord | None = snapshot
+        while current is not None and current.id in waiting:
+            line.append(waiting.pop(current.id))
+            current = waiting.get(current.parent) if current.parent else None
+        ordered.extend(reversed(line))
+    return ordered

@@ -45,8 +45,10 @@ class InsertSnapshot(msgspec.Struct, frozen=True):
 
 
 class UpdateSnapshot(msgspec.Struct, frozen=True):
-    """-> SnapshotRecord. `changes` may set label, hidden, kind, turn, and on thinning also thinned,
-    has_memory, memory_bytes, image, fingerprint. Raises SnapshotNotFound."""
+    """-> SnapshotRecord. `changes` may set label, hidden, kind, turn, durable_at, and on thinning
+    also thinned, has_memory, memory_bytes, image, fingerprint: a snapshot whose image, has_memory
+    or fingerprint is set is not durable any more, unless durable_at is given too.
+    Raises SnapshotNotFound."""
 
     id: str
     changes: dict[str, Any]

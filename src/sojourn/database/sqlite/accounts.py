@@ -17,7 +17,7 @@ from sojourn.database.rows import TENANTS, TOKENS
 from sojourn.database.sqlite.apply import run
 from sojourn.database.sqlite.reader import Reader
 from sojourn.database.sqlite.writer import Writer
-from sojourn.errors import InvalidRequest, NameTaken, NotFound, Unauthenticated
+from sojourn.errors import Conflict, InvalidRequest, NameTaken, NotFound, Unauthenticated
 from sojourn.model.ids import new_id
 
 
@@ -28,13 +28,15 @@ class Accounts:
     _writer: Writer
 
     # -- tenants and tokens -----------------------------------------------------------------
-    async def create_tenant(self, name: str) -> Tenant:
-        tenant = Tenant(new_id("ten"), name, time.time())
+    async def create_tenant(self, name: str, *, id: str | None = None) -> Tenant:
+        tenant = Tenant(id or new_id("ten"), name, time.time())
 
         def work(connection: sqlite3.Connection) -> None:
             try:
                 run(connection, "insert_tenant", TENANTS.write(tenant))
             except sqlite3.IntegrityError as error:
+                if "tenants.id" in str(error):
+                    raise Conflict(f"tenant {id} exists already", tenant=id) from error
                 raise NameTaken(f"another tenant is named {name!r}", name=name) from error
 
         await self._writer.submit(work, durable=True)

@@ -42,7 +42,9 @@ _SNAPSHOT_CHANGES = {
     "memory_bytes",
     "image",
     "fingerprint",
+    "durable_at",
 }
+_THINNING = {"image", "has_memory", "fingerprint"}
 
 
 def run(
@@ -161,10 +163,12 @@ def update_snapshot(connection: sqlite3.Connection, item: writes.UpdateSnapshot)
     wrong = item.changes.keys() - _SNAPSHOT_CHANGES
     if wrong or not item.changes:
         raise InvalidRequest(f"a snapshot's {', '.join(sorted(wrong)) or 'nothing'} cannot change")
-    statement = QUERIES["update_snapshot"].replace(
-        "{assignments}", SNAPSHOTS.assignments(item.changes)
-    )
-    parameters = SNAPSHOTS.changes(item.changes)
+    changes = item.changes
+    if changes.keys() & _THINNING:
+        # What the object store was given is out of date by the same statement.
+        changes = {"durable_at": None, **changes}
+    statement = QUERIES["update_snapshot"].replace("{assignments}", SNAPSHOTS.assignments(changes))
+    parameters = SNAPSHOTS.changes(changes)
     rows = connection.execute(statement, {**parameters, "where_id": item.id}).fetchall()
     if not rows:
         raise SnapshotNotFound(f"snapshot {item.id} does not exist", snapshot=item.id)

@@ -35,10 +35,12 @@ from sojourn.database.rows import (
     SESSIONS,
     SNAPSHOTS,
     encode_json,
+    parents_first,
 )
 from sojourn.database.sqlite.accounts import Accounts
 from sojourn.database.sqlite.apply import QUERIES, apply, run
 from sojourn.database.sqlite.begin import Beginning, begin
+from sojourn.database.sqlite.durability import DurabilityRows
 from sojourn.database.sqlite.failures import closed, translate
 from sojourn.database.sqlite.reader import Reader
 from sojourn.database.sqlite.writer import Writer
@@ -59,7 +61,7 @@ _POLL = 5.0  # seconds; only another process's events come without a notice
 _PAGE = 1000
 
 
-class SqliteDatabase(Accounts):
+class SqliteDatabase(Accounts, DurabilityRows):
     """See `sojourn.database.base.Database`."""
 
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop, writer: Writer) -> None:
@@ -150,7 +152,6 @@ class SqliteDatabase(Accounts):
         *,
         states: Collection[SessionState] | None = None,
         labels: Mapping[str, str] | None = None,
-        parent: str | None = None,
         limit: int = 100,
         after: str | None = None,
     ) -> SessionPage:
@@ -163,7 +164,6 @@ class SqliteDatabase(Accounts):
                 "tenant": tenant,
                 "states": encode_json([str(state) for state in states or _LIVE]),
                 "labels": encode_json(dict(labels or {})),
-                "parent": parent,
                 "after_time": after_time,
                 "after_id": after_id,
                 "limit": limit + 1,
@@ -210,7 +210,7 @@ class SqliteDatabase(Accounts):
 
     async def list_snapshots(self, session: str) -> list[SnapshotRecord]:
         rows = await self._reader.select("list_snapshots", {"session": session})
-        return _parents_first([SNAPSHOTS.read(row) for row in rows])
+        return parents_first([SNAPSHOTS.read(row) for row in rows])
 
     async def update_snapshot(self, id: str, **changes: Any) -> SnapshotRecord:
         updated: SnapshotRecord = await self._one(writes.UpdateSnapshot(id, changes))
@@ -400,20 +400,6 @@ def _is_due(session: Session, now: float) -> bool:
     idle = session.idle_deadline
     live = session.state in (SessionState.RUNNING, SessionState.PAUSED)
     return live and idle is not None and idle <= now
-
-
-def _parents_first(snapshots: list[SnapshotRecord]) -> list[SnapshotRecord]:
-    """Oldest first, but a child never before its parent, whatever the clock did."""
-    waiting = {snapshot.id: snapshot for snapshot in snapshots}
-    ordered: list[SnapshotRecord] = []
-    for snapshot in snapshots:
-        line: list[SnapshotRecord] = []
-        current: SnapshotRecord | None = snapshot
-        while current is not None and current.id in waiting:
-            line.append(waiting.pop(current.id))
-            current = waiting.get(current.parent) if current.parent else None
-        ordered.extend(reversed(line))
-    return ordered
 
 
 def _cursor(session: Session) -> str:

@@ -25,7 +25,6 @@ SELECT {session} FROM sessions WHERE name = :key AND state <> 'deleted' LIMIT 2;
 SELECT {session} FROM sessions
 WHERE (:tenant IS NULL OR tenant = :tenant)
     AND state IN (SELECT value FROM json_each(:states))
-    AND (:parent IS NULL OR parent_session = :parent)
     AND (:after_time IS NULL OR (created_at, id) < (:after_time, :after_id))
     AND NOT EXISTS (
         SELECT 1 FROM json_each(:labels) AS wanted

@@ -1,0 +1,109 @@
+"""What the object store has of this database's snapshots and sessions, and what it lacks.
+
+Guarantee: a snapshot counts as durable only in the form that was sent; whatever is removed here is
+remembered until its removal from the object store is acknowledged, since triggers of the schema
+write it down in the transaction that removes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection
+
+from sojourn.database.records import Durability, DurableObjects, Removal, SnapshotRecord
+from sojourn.database.rows import REMOVALS, SNAPSHOTS, encode_json, parents_first
+from sojourn.database.sqlite.apply import run
+from sojourn.database.sqlite.reader import Reader
+from sojourn.database.sqlite.writer import Writer
+from sojourn.errors import SessionNotFound
+
+
+class DurabilityRows:
+    """A part of `SqliteDatabase`."""
+
+    _reader: Reader
+    _writer: Writer
+
+    async def undurable_snapshots(self, *, limit: int = 100) -> list[SnapshotRecord]:
+        def work(connection: sqlite3.Connection) -> list[SnapshotRecord]:
+            # One transaction: a head that moves between the two would be in both or in none.
+            connection.execute("BEGIN")
+            try:
+                heads = run(connection, "undurable_heads", {"limit": limit})
+                rest = limit - len(heads)
+                others = run(connection, "undurable_others", {"limit": rest}) if rest else []
+            finally:
+                connection.execute("COMMIT")
+            return [
+                record
+                for rows in (heads, others)
+                for record in parents_first([SNAPSHOTS.read(row) for row in rows])
+            ]
+
+        return await self._reader.call(work)
+
+    async def mark_durable(self, id: str, *, fingerprint: str, at: float) -> bool:
+        parameters = {"id": id, "fingerprint": fingerprint, "at": at}
+
+        def work(connection: sqlite3.Connection) -> bool:
+            return bool(run(connection, "mark_durable", parameters))
+
+        return bool(await self._writer.submit(work, durable=False))
+
+    async def store_removals(self, *, limit: int = 1000) -> list[Removal]:
+        rows = await self._reader.select("store_removals", {"limit": limit})
+        return [REMOVALS.read(row) for row in rows]
+
+    async def forget_removals(self, ids: Collection[int]) -> None:
+        parameters = {"ids": encode_json(list(ids))}
+
+        def work(connection: sqlite3.Connection) -> None:
+            run(connection, "forget_removals", parameters)
+
+        # It shrinks the database, so it may use a full disk's reserve.
+        await self._writer.submit(work, durable=False, urgent=True)
+
+    async def durable_objects(self) -> DurableObjects:
+        def work(connection: sqlite3.Connection) -> DurableObjects:
+            connection.execute("BEGIN")
+            try:
+                layers = run(connection, "durable_layers")
+                images = run(connection, "durable_images")
+            finally:
+                connection.execute("COMMIT")
+            found = DurableObjects({}, {}, set())
+            for layer, tenant, lowest in layers:
+                if lowest:
+                    found.templates.add(layer)
+                else:
+                    found.layers.setdefault(layer, set()).add(tenant)
+            for image, tenant in images:
+                found.images.setdefault(image, set()).add(tenant)
+            return found
+
+        return await self._reader.call(work)
+
+    async def record_digest(self, session: str) -> str | None:
+        rows = self._reader.lookup("record_digest", {"session": session})
+        return str(rows[0][0]) if rows else None
+
+    async def note_record(self, session: str, digest: str) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            if not run(connection, "note_record", {"session": session, "digest": digest}):
+                raise SessionNotFound(f"session {session} does not exist", session=session)
+
+        await self._writer.submit(work, durable=False)
+
+    async def durability(self, tenant: str | None) -> list[Durability]:
+        rows = await self._reader.select("durability", {"tenant": tenant})
+        return [
+            Durability(
+                session=session,
+                head=head,
+                head_durable=bool(head_durable),
+                waiting=waiting,
+                oldest_waiting=oldest,
+                durable_head_at=durable_head_at,
+            )
+            for session, head, head_durable, waiting, oldest, durable_head_at in rows
+        ]

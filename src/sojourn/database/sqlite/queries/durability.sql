@@ -1,0 +1,61 @@
+-- name: undurable_heads
+SELECT {snapshot} FROM snapshots
+WHERE durable_at IS NULL
+    AND EXISTS (SELECT 1 FROM sessions WHERE head = snapshots.id AND state <> 'deleted')
+ORDER BY created_at, id LIMIT :limit;
+
+-- name: undurable_others
+SELECT {snapshot} FROM snapshots
+WHERE durable_at IS NULL AND NOT hidden
+    AND EXISTS (SELECT 1 FROM sessions WHERE id = snapshots.session AND state <> 'deleted')
+    AND NOT EXISTS (SELECT 1 FROM sessions WHERE head = snapshots.id AND state <> 'deleted')
+ORDER BY created_at, id LIMIT :limit;
+
+-- name: mark_durable
+-- Only what the object store was given: a snapshot that was thinned meanwhile is not that one.
+UPDATE snapshots SET durable_at = :at WHERE id = :id AND fingerprint = :fingerprint
+RETURNING id;
+
+-- name: store_removals
+SELECT id, kind, tenant, object FROM store_removals ORDER BY id LIMIT :limit;
+
+-- name: forget_removals
+DELETE FROM store_removals WHERE id IN (SELECT value FROM json_each(:ids));
+
+-- name: durable_layers
+SELECT DISTINCT layer.value, tenant, layer.key = 0
+FROM snapshots, json_each(snapshots.layers) AS layer
+WHERE durable_at IS NOT NULL;
+
+-- name: durable_images
+SELECT DISTINCT image, tenant FROM snapshots WHERE durable_at IS NOT NULL AND image IS NOT NULL;
+
+-- name: record_digest
+SELECT digest FROM store_records WHERE session = :session;
+
+-- name: note_record
+INSERT INTO store_records (session, digest)
+SELECT id, :digest FROM sessions WHERE id = :session
+ON CONFLICT (session) DO UPDATE SET digest = excluded.digest
+RETURNING session;
+
+-- name: durability
+-- A session's own visible snapshots are needed, and its head, which may be hidden or another's.
+SELECT sessions.id, sessions.head,
+    (SELECT durable_at IS NOT NULL FROM snapshots WHERE id = sessions.head),
+    count(waiting.id), min(waiting.created_at),
+    (WITH RECURSIVE line (id, parent, created_at, durable_at) AS (
+        SELECT id, parent, created_at, durable_at FROM snapshots WHERE id = sessions.head
+        UNION ALL
+        SELECT before.id, before.parent, before.created_at, before.durable_at
+        FROM line JOIN snapshots AS before ON before.id = line.parent
+        WHERE line.durable_at IS NULL)
+    SELECT created_at FROM line WHERE durable_at IS NOT NULL)
+FROM sessions
+LEFT JOIN snapshots AS waiting ON waiting.durable_at IS NULL AND (
+    waiting.id = sessions.head OR (waiting.session = sessions.id AND NOT waiting.hidden))
+WHERE sessions.state <> 'deleted' AND (:tenant IS NULL OR sessions.tenant = :tenant)
+    AND (sessions.head IS NOT NULL OR EXISTS (
+        SELECT 1 FROM snapshots WHERE session = sessions.id AND NOT hidden))
+GROUP BY sessions.id
+ORDER BY sessions.created_at, sessions.id;
