@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot
+from sojourn.store.manifests import Manifest
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -53,6 +54,31 @@ class Fault(msgspec.Struct, frozen=True):
     object: str
     path: bytes | None
     cause: str
+
+
+class Source(Protocol):
+    """Where a node's store gets layers and memory images that are not on its disk (any more).
+
+    May be called from many threads. Every method raises the source's own typed errors
+    (StoreUnreachable, IntegrityError, ...), which reach whoever asked the store.
+    """
+
+    def has_layer(self, id: str) -> bool:
+        """Whether the source holds the whole layer."""
+
+    def has_image(self, id: str) -> bool:
+        """Whether the source holds the whole memory image."""
+
+    def fetch_layer(self, id: str, into: Path) -> Manifest:
+        """Make the layer's tree at `into` (which is not there yet), every file's content compared
+        with its digest. The caller proves the rest of the tree and syncs it."""
+
+    def fetch_image(
+        self, id: str, into: Path, cached: Sequence[tuple[MemoryRef, Path]]
+    ) -> MemoryRef:
+        """Write the image's files into `into` (an empty directory), every file compared with its
+        digest. `cached` are images on the node's disk with the directories of their files, the
+        likeliest to hold the same pages first; they may be damaged."""
 
 
 class Scan(Protocol):

@@ -78,9 +78,10 @@ class Earlier:
             return
         # A scan vouches only for the layer that was made from it.
         if since[0].layer == since[1].id:
-            # Without the layer there is nothing to share with: everything is taken anew.
+            # Without the layer there is nothing to share with: everything is taken anew. It is
+            # not brought from elsewhere either, because a sandbox is frozen meanwhile.
             with contextlib.suppress(IntegrityError):
-                stored = layers.get(since[1].id)
+                stored = layers.get(since[1].id, bring=False)
                 self.scan = since[0]
                 self.layer = stored.manifest.id
                 self.digests = stored.manifest.digests
@@ -227,6 +228,9 @@ class Captures:
                 difference=_first_difference(manifest, manifest_of(made, manifest.digests)),
             )
         if builder.shared:
+            self.layers.shared_from(
+                {source.layer for source in sources.values() if isinstance(source, Shared)}
+            )
             self.layers.ledger.record(
                 {
                     facts[INODE]: facts[CTIME]

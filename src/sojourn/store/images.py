@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,6 +44,9 @@ class Images:
         self.root = root
         self._staging = staging
         self._pins = pins
+        # Set by the store's cache: brings an image that is not here, notes that one is used.
+        self.bring: Callable[[str], None] | None = None
+        self.note_use: Callable[[Path], None] | None = None
 
     def directory(self, image: str) -> Path:
         """Where an image lies or would lie."""
@@ -92,28 +96,51 @@ class Images:
             return self.read(ref.id)
         whole = self._staging.new()
         try:
-            write_checked(KIND, whole / "manifest", msgspec.msgpack.encode(ref))
             staged.rename(whole / "files")
-            sync_path(whole)
-            try:
-                whole.rename(self.directory(ref.id))
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-            sync_path(self.root)
+            self._admit(whole, ref)
         finally:
             self._staging.drop(whole)
         return self.read(ref.id)
+
+    def admit(self, staged: Path, ref: MemoryRef) -> None:
+        """Sync what lies in `files` of a staging directory, and move it in place as the image."""
+        _sync_all(staged / "files", scan_tree(staged / "files", 0))
+        self._admit(staged, ref)
+
+    def _admit(self, whole: Path, ref: MemoryRef) -> None:
+        write_checked(KIND, whole / "manifest", msgspec.msgpack.encode(ref))
+        sync_path(whole)
+        try:
+            whole.rename(self.directory(ref.id))
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        sync_path(self.root)
 
     def present(self, image: str) -> bool:
         """Whether the image stands in the store."""
         return (self.directory(image) / "manifest").exists()
 
-    def read(self, image: str) -> MemoryRef:
-        """An image's checked manifest. Raises IntegrityError."""
-        name = object_name(image)
+    def read(self, image: str, *, bring: bool = True) -> MemoryRef:
+        """An image's checked manifest. Where the store has a source, an image that is not here is
+        brought first, unless `bring` is false. Raises IntegrityError, or what the source raises."""
+        if bring and self.bring is not None and not self.present(image):
+            self.bring(image)
+        directory = self.directory(image)
+        ref = self._read(directory, image)
+        if self.note_use is not None:
+            self.note_use(directory)
+        return ref
+
+    def read_at(self, directory: Path) -> MemoryRef:
+        """The checked manifest of whatever image lies in a directory. Raises IntegrityError."""
+        return self._read(directory, None)
+
+    @staticmethod
+    def _read(directory: Path, image: str | None) -> MemoryRef:
+        name = object_name(image or directory.name)
         try:
-            payload = read_checked(KIND, self.directory(image) / "manifest", name)
+            payload = read_checked(KIND, directory / "manifest", name)
             ref = msgspec.msgpack.decode(payload, type=MemoryRef)
         except FileNotFoundError:
             raise IntegrityError(f"{name} is missing.", object=name) from None
@@ -121,13 +148,14 @@ class Images:
             raise IntegrityError(
                 f"The manifest of {name} is malformed: {error}", object=name
             ) from None
-        if ref.id != image or image_digest(ref.files) != image:
+        right = ref.id == image if image is not None else ref.id.startswith(directory.name)
+        if not right or image_digest(ref.files) != ref.id:
             raise IntegrityError(f"The manifest of {name} is not the one of its id.", object=name)
         return ref
 
-    def path(self, image: str) -> Path:
+    def path(self, image: str, *, bring: bool = True) -> Path:
         """Directory of a published image, all files there with their sizes."""
-        ref = self.read(image)
+        ref = self.read(image, bring=bring)
         files = self.directory(image) / "files"
         name = object_name(image)
         for file, (size, _) in ref.files.items():

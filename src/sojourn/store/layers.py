@@ -18,7 +18,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sojourn.errors import IntegrityError
@@ -91,6 +91,10 @@ class Layers:
         self.ledger = ledger
         self._cache: OrderedDict[str, Stored] = OrderedDict()
         self._lock = threading.Lock()
+        # Set by the store's cache: brings a layer that is not here, notes that one is used.
+        self.bring: Callable[[str], None] | None = None
+        self.note_use: Callable[[Path], None] | None = None
+        self.note_shared: Callable[[set[str]], None] | None = None
 
     def directory(self, layer: str) -> Path:
         """Where a layer lies or would lie."""
@@ -102,16 +106,40 @@ class Layers:
         """Whether the layer stands in the store (by name; `get` proves it)."""
         return (self.directory(layer) / "manifest").exists()
 
-    def get(self, layer: str) -> Stored:
-        """A layer with its checked manifest. Raises IntegrityError."""
+    def whole(self, layer: str) -> bool:
+        """Whether the layer stands in the store together with its tree, wherever that lies."""
+        directory = self.directory(layer)
+        if not (directory / "manifest").exists():
+            return False
+        if (directory / "fs").is_dir():
+            return True
+        try:
+            source = read_checked(SOURCE, directory / "source", object_name(layer))
+        except FileNotFoundError:
+            return False
+        return Path(os.fsdecode(source)).is_dir()
+
+    def get(self, layer: str, *, bring: bool = True) -> Stored:
+        """A layer with its checked manifest. Where the store has a source, a layer that is not here
+        is brought first, unless `bring` is false. Raises IntegrityError, or what the source
+        raises."""
+        stored = self._get(layer, bring)
+        if self.note_use is not None:
+            self.note_use(stored.directory)
+        return stored
+
+    def _get(self, layer: str, bring: bool) -> Stored:
         with self._lock:
             found = self._cache.get(layer)
             if found is not None:
                 self._cache.move_to_end(layer)
         if found is not None:
-            if found.mark is not None and found.mark == _mark(found.directory):
+            known = found.mark is not None and found.mark == _mark(found.directory)
+            if known and found.tree.is_dir():
                 return found
             self.drop(layer)
+        if bring and self.bring is not None and not self.whole(layer):
+            self.bring(layer)
         directory = self.directory(layer)
         name = object_name(layer)
         mark = _mark(directory)
@@ -138,6 +166,11 @@ class Layers:
         """Forget what is remembered of a layer."""
         with self._lock:
             self._cache.pop(layer, None)
+
+    def shared_from(self, layers: set[str]) -> None:
+        """Files of these layers were shared with another one."""
+        if self.note_shared is not None:
+            self.note_shared(layers)
 
     def rows(self, stored: Stored) -> list[Row] | None:
         """The host's recorded view; None when it is lost."""

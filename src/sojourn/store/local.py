@@ -10,6 +10,9 @@ where a snapshot's manifest cannot be read nothing is removed at all.
     links      change times that sharing caused     templates/  which layer a template's tree is
 
 One process at a time uses a store; opening it removes what crashed ones left in staging.
+
+With a source (an object store) it is a cache: a layer or image that is not here is brought at its
+first use, and `evict` gives up what was not used for long (see caching.py).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,15 +30,16 @@ from blake3 import blake3
 
 from sojourn.errors import FileMissing, IntegrityError, InvalidRequest, SojournError
 from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot
-from sojourn.store.base import Change, Fault, Scan
+from sojourn.store.base import Change, Fault, Scan, Source
 from sojourn.store.building import Shared, Staged
+from sojourn.store.caching import Cache
 from sojourn.store.captures import Captures, PendingCapture, SealedUpper, Since
 from sojourn.store.copying import disk_errors, sync_path
-from sojourn.store.envelopes import write_checked
+from sojourn.store.envelopes import read_checked, write_checked
 from sojourn.store.fingerprints import fingerprint, hash_entry
 from sojourn.store.images import Images
 from sojourn.store.indexes import LinkLedger, row_of, write_index
-from sojourn.store.layers import MANIFEST, SHORT, SOURCE, Layers, object_name
+from sojourn.store.layers import MANIFEST, SHORT, SOURCE, Layers
 from sojourn.store.manifests import Entry, Manifest, manifest_of
 from sojourn.store.snapshots import Snapshots
 from sojourn.store.squashing import squash_manifests
@@ -57,6 +61,7 @@ class LocalStore:
 
     `grace` seconds a published object is safe from collection before a snapshot refers to it.
     `timestamp_window_ns` overrides the probing of the file system's change times.
+    `source` has layers and images that are not on this disk (any more).
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class LocalStore:
         *,
         grace: float = 900.0,
         timestamp_window_ns: int | None = None,
+        source: Source | None = None,
     ) -> None:
         self.root = root
         with disk_errors("opening the store"):
@@ -79,6 +85,7 @@ class LocalStore:
         self._pins = Pins(grace)
         self._layers = Layers(root / "layers", self._ledger)
         self._images = Images(root / "images", self._staging, self._pins)
+        self._cache = Cache(source, self._layers, self._images, self._staging, self._pins, grace)
         self._snapshots = Snapshots(root / "snapshots", self._staging)
         self._captures = Captures(
             self._layers, root / "sealed", self._staging, self._pins, timestamp_window_ns
@@ -166,6 +173,7 @@ class LocalStore:
             write_index(staged / "index", rows, sync=False)
             write_checked(MANIFEST, staged / "manifest", manifest.encoded)
             write_checked(SOURCE, staged / "source", os.fsencode(tree))
+            self._release_stale(tree, manifest.id)
             place = self._layers.directory(manifest.id)
             if self._layers.present(manifest.id) and (place / "source").exists():
                 # The same content elsewhere: the newest place counts.
@@ -186,9 +194,29 @@ class LocalStore:
             self._staging.drop(staged)
         return manifest.ref
 
+    def _release_stale(self, tree: Path, layer: str) -> None:
+        """Forget that another layer lies at `tree`, which holds `layer` now: where the source has
+        it, it is brought from there as a layer of its own when it is needed."""
+        for place in self._layers.root.iterdir():
+            try:
+                source = read_checked(SOURCE, place / "source", place.name)
+                other = self._cache.id_of(place)
+            except (FileNotFoundError, IntegrityError):
+                continue
+            if other is None or other == layer or os.fsdecode(source) != str(tree):
+                continue
+            try:
+                if not self._cache.replaceable(other):
+                    continue
+            except SojournError:
+                continue  # the source cannot tell now: its check will say that it differs
+            self._staging.trash(place)
+            self._layers.drop(other)
+
     def check_layer(self, layer: LayerRef) -> None:
         """The quick check before use. Raises IntegrityError naming layer and path."""
-        self._layers.check(layer.id)
+        with self._pins.held([layer.id]):
+            self._layers.check(layer.id)
 
     def squash(self, layers: Sequence[LayerRef], below: Sequence[LayerRef]) -> LayerRef:
         """Merge adjacent layers (lowest first, no template among them) into one that shows the
@@ -196,18 +224,12 @@ class LocalStore:
         if not layers:
             raise InvalidRequest("There is nothing to squash.")
         held = [layer.id for layer in layers]
-        for layer in held:
-            self._pins.hold(layer)
-        try:
-            with disk_errors("merging layers"):
-                manifests = [self._layers.get(layer).manifest for layer in held]
-                lower = [self._manifest(layer.id) for layer in below]
-                merged, sources = squash_manifests(manifests, lower)
-                self._publish(merged, sources)
-                return merged.ref
-        finally:
-            for layer in held:
-                self._pins.release(layer)
+        with self._pins.held(held), disk_errors("merging layers"):
+            manifests = [self._layers.get(layer).manifest for layer in held]
+            lower = [self._manifest(layer.id) for layer in below]
+            merged, sources = squash_manifests(manifests, lower)
+            self._publish(merged, sources)
+            return merged.ref
 
     def _publish(self, manifest: Manifest, sources: dict[bytes, Shared | Staged]) -> None:
         self._pins.fresh(manifest.id)
@@ -238,28 +260,33 @@ class LocalStore:
 
     def verify_image(self, image: MemoryRef) -> None:
         """Read and compare every byte. Raises IntegrityError naming the file."""
-        self._images.verify(image)
+        with self._pins.held([image.id]):
+            self._images.verify(image)
 
     # -- snapshots --------------------------------------------------------------------------
     def publish_snapshot(self, snapshot: Snapshot) -> None:
         """Write the manifest, durably, after checking that all it refers to is there.
 
         A sealed layer counts as there: it is recorded and synced, though its upper moves in later.
+        So does what the source has.
         """
+        memory = snapshot.memory
+        elsewhere = self._cache.elsewhere(  # asked before the lock: it may take long
+            [layer.id for layer in snapshot.layers if not self._captures.sealed_here(layer.id)],
+            memory.id if memory is not None else None,
+        )
         with self._references:
             for layer in snapshot.layers:
-                if self._layers.present(layer.id):
-                    self._layers.get(layer.id)
-                elif not self._captures.sealed_here(layer.id):
-                    name = object_name(layer.id)
-                    raise IntegrityError(f"{name} is missing.", object=name)
-            if snapshot.memory is not None:
-                self._images.path(snapshot.memory.id)
+                if layer.id in elsewhere or self._captures.sealed_here(layer.id):
+                    continue
+                self._layers.get(layer.id, bring=False)
+            if memory is not None and memory.id not in elsewhere:
+                self._images.path(memory.id, bring=False)
             self._snapshots.write(snapshot)
             for layer in snapshot.layers:
                 self._pins.settle(layer.id)
-            if snapshot.memory is not None:
-                self._pins.settle(snapshot.memory.id)
+            if memory is not None:
+                self._pins.settle(memory.id)
 
     def read_snapshot(self, snapshot: str) -> Snapshot:
         """Read and check a manifest. Raises SnapshotNotFound, IntegrityError."""
@@ -345,13 +372,14 @@ class LocalStore:
 
     def verify_layer(self, layer: LayerRef) -> Iterator[Fault]:
         """Read every byte of a layer and yield what is bad."""
-        yield from self._layers.verify(layer.id)
+        with self._pins.held([layer.id]):
+            yield from self._layers.verify(layer.id)
 
     def verify_memory(self, memory: MemoryRef) -> Iterator[Fault]:
         """Read every byte of a memory image and yield what is bad."""
         try:
-            self._images.verify(memory)
-        except SojournError as error:
+            self.verify_image(memory)
+        except IntegrityError as error:
             path = error.details.get("path")
             known = path.encode() if isinstance(path, str) else None
             yield Fault(f"memory {memory.id}", known, error.message)
@@ -380,8 +408,22 @@ class LocalStore:
 
     def read_file(self, snapshot: Snapshot, path: bytes) -> bytes:
         """A regular file's content in a snapshot. Raises FileMissing, TooLarge above 4 MiB."""
-        view = View(self._manifests(snapshot))
-        return read_content(view, snapshot.layers, path, self.layer_path, _read_entry)
+        with self._pins.held(layer.id for layer in snapshot.layers):
+            view = View(self._manifests(snapshot))
+            return read_content(view, snapshot.layers, path, self.layer_path, _read_entry)
+
+    # -- as a cache -------------------------------------------------------------------------
+    def usage(self) -> int:
+        """Bytes on disk of layers and images; a file that several layers share counts once."""
+        return self._cache.usage()
+
+    def evict(self, limit_bytes: int, *, keep: set[str], durable: Callable[[str], bool]) -> int:
+        """Give up the layers and images that were not used for longest, until `usage` is at most
+        `limit_bytes`. Never one whose id is in `keep` (above all those in use by sandboxes), that
+        is pinned by something under way, that was handed out within the last minute, that is a
+        template's external tree, or that `durable` does not call safe in the source. Without a
+        source nothing is given up. Returns the bytes freed."""
+        return self._cache.evict(limit_bytes, keep, durable)
 
 
 def _read_entry(tree: Path, path: bytes, entry: Entry) -> bytes:

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from sojourn.store.trees import Unlink, remove_tree
@@ -39,6 +39,7 @@ class Staging:
 
     def __init__(self, root: Path, remove_file: Unlink) -> None:
         self._remove_file = remove_file
+        self._emptying = threading.Lock()
         root.mkdir(mode=0o700, exist_ok=True)
         for left in root.iterdir():
             if not self._alive(left.name):
@@ -72,11 +73,17 @@ class Staging:
         path.rename(place)
         return place
 
+    def remove(self, thrown: Path) -> int:
+        """Remove one thing that `trash` moved. Returns the bytes freed."""
+        with self._emptying:
+            return remove_tree(thrown, self._remove_file)
+
     def empty_trash(self) -> int:
         """Remove what was thrown away. Returns the bytes freed."""
         freed = 0
-        for path in list(self.directory.glob("trash-*")):
-            freed += remove_tree(path, self._remove_file)
+        with self._emptying:  # two removing one tree would trip over each other
+            for path in list(self.directory.glob("trash-*")):
+                freed += remove_tree(path, self._remove_file)
         return freed
 
 
@@ -116,6 +123,18 @@ class Pins:
         """A snapshot refers to it now."""
         with self._lock:
             self._until.pop(id, None)
+
+    @contextlib.contextmanager
+    def held(self, ids: Iterable[str]) -> Iterator[None]:
+        """Hold several ids meanwhile."""
+        mine = list(ids)
+        for id in mine:
+            self.hold(id)
+        try:
+            yield
+        finally:
+            for id in mine:
+                self.release(id)
 
     @contextlib.contextmanager
     def still(self) -> Iterator[set[str]]:
