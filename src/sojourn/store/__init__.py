@@ -1,6 +1,15 @@
 """The snapshot store: sealed layers, memory images and snapshot manifests by content address."""
 
-from sojourn.store.base import Change, EntryInfo, Fault, PendingLayer, Scan, SealedLayer, Store
+from sojourn.store.base import (
+    Change,
+    EntryInfo,
+    Fault,
+    PendingLayer,
+    Scan,
+    SealedLayer,
+    Source,
+    Store,
+)
 from sojourn.store.fingerprints import fingerprint
 from sojourn.store.local import LocalStore
 
@@ -12,6 +21,7 @@ __all__ = [
     "PendingLayer",
     "Scan",
     "SealedLayer",
+    "Source",
     "Store",
     "fingerprint",
 ]

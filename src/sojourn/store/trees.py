@@ -437,6 +437,7 @@ def remove_tree(root: Path, remove_file: Unlink = unlink) -> int:
     except FileNotFoundError:
         return 0
     try:
+        freed += os.fstat(base).st_blocks * 512
         stack: list[tuple[bytes, bool]] = [(b"", False)]
         while stack:
             directory, emptied = stack.pop()
