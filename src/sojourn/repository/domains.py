@@ -1,0 +1,266 @@
+"""A domain: the repository as one tenant's data (or the shared templates) sees it.
+
+Guarantee: every object is read and written sealed, for its own key and with the domain's keys, and
+every error names the object. What is remembered as present was seen in the store or acknowledged
+by it; `forget` drops what is remembered, for when a tombstone may have taken it away.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+from blake3 import blake3
+
+from sojourn.errors import IntegrityError, ObjectMissing
+from sojourn.repository.backends.base import Backend, ObjectInfo
+from sojourn.repository.indexes import Index, decode_index, encode_index
+from sojourn.repository.keys import DomainKeys
+from sojourn.repository.records import ID_BYTES, PackInfo
+from sojourn.repository.sealed import (
+    IMAGE,
+    INDEX,
+    LAYER,
+    SESSION,
+    SNAPSHOT,
+    TOMBSTONE,
+    largest,
+    seal,
+    unseal,
+)
+
+LAYERS, IMAGES, SNAPSHOTS, SESSIONS = "layers", "images", "snapshots", "sessions"
+PACKS, INDEXES, TOMBSTONES = "packs", "indexes", "tombstones"
+KINDS = {
+    LAYERS: LAYER,
+    IMAGES: IMAGE,
+    SNAPSHOTS: SNAPSHOT,
+    SESSIONS: SESSION,
+    TOMBSTONES: TOMBSTONE,
+    INDEXES: INDEX,
+}
+_GROUPS = frozenset(KINDS) | {PACKS}
+_INDEX_BYTES = 32 << 20  # records in one index object; half of what a reader takes
+
+MARKED, DONE = "marked", "done"
+
+
+class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a collector is about to remove, or has. `packs` are ids, `layers` and `images` the names
+    in their keys. `written_at` is by the store's clock."""
+
+    packs: list[bytes]
+    layers: list[str]
+    images: list[str]
+    state: str
+    written_at: float
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Tombstone)
+
+
+class Domain:
+    """One domain of an open repository. Safe for many threads."""
+
+    def __init__(self, backend: Backend, keys: DomainKeys) -> None:
+        self.backend = backend
+        self.keys = keys
+        self.name = keys.domain
+        self._lock = threading.Lock()
+        self._index: Index | None = None
+        self._present: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<domain {self.name!r} of {self.backend.url}>"
+
+    # -- keys -------------------------------------------------------------------------------
+    def key(self, group: str, name: str) -> str:
+        """The key of an object by its group (`layers`, ...) and its name there."""
+        if group not in _GROUPS:
+            raise ValueError(f"no objects are called {group}")
+        if group == PACKS:
+            return f"{self.name}/packs/{name[:2]}/{name}"
+        return f"{self.name}/{group}/{name}"
+
+    def pack_key(self, id: bytes | str) -> str:
+        """The key of a pack."""
+        return self.key(PACKS, id if isinstance(id, str) else id.hex())
+
+    def layer_key(self, layer: str) -> str:
+        """The key of a layer by its id."""
+        return self.key(LAYERS, self.keys.object_name(LAYERS, layer))
+
+    def image_key(self, image: str) -> str:
+        """The key of a memory image by its id."""
+        return self.key(IMAGES, self.keys.object_name(IMAGES, image))
+
+    def snapshot_key(self, snapshot: str) -> str:
+        """The key of a snapshot."""
+        return self.key(SNAPSHOTS, snapshot)
+
+    def session_key(self, session: str) -> str:
+        """The key of a session's record."""
+        return self.key(SESSIONS, session)
+
+    @property
+    def tenant_key(self) -> str:
+        """The key of the tenant's name."""
+        return f"{self.name}/tenant"
+
+    # -- sealed objects ---------------------------------------------------------------------
+    def get_object(self, kind: bytes, key: str) -> bytes:
+        """The payload of a sealed object. Raises ObjectMissing, IntegrityError naming the key."""
+        return self.read_object(kind, key)[0]
+
+    def read_object(self, kind: bytes, key: str) -> tuple[bytes, str]:
+        """Payload and version, for `put_object(replaces=...)`."""
+        data, version = self.backend.get(key, limit=largest(kind))
+        return unseal(kind, data, self.keys, self._place(kind, key), name=key), version
+
+    def put_object(
+        self,
+        kind: bytes,
+        key: str,
+        payload: bytes,
+        *,
+        create: bool = False,
+        replaces: str | None = None,
+    ) -> str:
+        """Seal and write an object; answers its version. As `Backend.put`."""
+        data = seal(kind, payload, self.keys, self._place(kind, key))
+        return self.backend.put(key, data, create=create, replaces=replaces)
+
+    def _place(self, kind: bytes, key: str) -> bytes:
+        # An index's key comes from its bytes, so it cannot be in them; the key proves it instead.
+        return f"{self.name}/{INDEXES}/".encode() if kind == INDEX else key.encode()
+
+    def ids(self, group: str) -> Iterator[ObjectInfo]:
+        """All objects of a group: `layers`, `images`, `snapshots`, `sessions`, `packs`, `indexes`
+        or `tombstones`. The last part of the key is the id (of layers and images the name)."""
+        if group not in _GROUPS:
+            raise ValueError(f"no objects are called {group}")
+        return self.backend.list(f"{self.name}/{group}/")
+
+    # -- the index --------------------------------------------------------------------------
+    @property
+    def index(self) -> Index:
+        """The index of all packs, read at the first use."""
+        with self._lock:
+            if self._index is None:
+                made = self.new_index()
+                made.refresh()
+                self._index = made
+            return self._index
+
+    def new_index(self) -> Index:
+        """Another index of this domain, not read yet."""
+        return Index(self._index_keys, self.read_index)
+
+    def _index_keys(self) -> list[str]:
+        return [info.key for info in self.ids(INDEXES)]
+
+    def read_index(self, key: str) -> list[PackInfo]:
+        """The packs an index object names. Raises ObjectMissing, IntegrityError."""
+        data, _ = self.backend.get(key, limit=largest(INDEX))
+        if blake3(data).hexdigest() != key.rpartition("/")[2]:
+            raise IntegrityError(f"{key} differs from what was written (name).", object=key)
+        payload = unseal(INDEX, data, self.keys, self._place(INDEX, key), name=key)
+        return decode_index(payload, name=key)
+
+    def write_index(self, infos: Sequence[PackInfo]) -> list[str]:
+        """Write index objects (mostly one) that name these packs, all of them acknowledged, and
+        make them known to the index in memory. Answers the keys."""
+        keys = []
+        for part in _portions(infos):
+            data = seal(INDEX, encode_index(part), self.keys, self._place(INDEX, ""))
+            key = self.key(INDEXES, blake3(data).hexdigest())
+            self.backend.put(key, data)
+            keys.append(key)
+            with self._lock:
+                index = self._index
+            if index is not None:
+                index.name(key, part)
+        return keys
+
+    # -- what is there ----------------------------------------------------------------------
+    def has_layer(self, layer: str) -> bool:
+        """Whether the store has a layer. Only what is there is remembered."""
+        return self._has(self.layer_key(layer))
+
+    def has_image(self, image: str) -> bool:
+        """Whether the store has a memory image. Only what is there is remembered."""
+        return self._has(self.image_key(image))
+
+    def _has(self, key: str) -> bool:
+        with self._lock:
+            if key in self._present:
+                return True
+        try:
+            self.backend.head(key)
+        except ObjectMissing:
+            return False
+        self.note(key)
+        return True
+
+    def note(self, key: str) -> None:
+        """Remember that the store acknowledged this layer or image."""
+        with self._lock:
+            self._present.add(key)
+
+    def forget(self, keys: Iterable[str] | None = None) -> None:
+        """Forget what is remembered as present: these keys, or all."""
+        with self._lock:
+            if keys is None:
+                self._present.clear()
+            else:
+                self._present.difference_update(keys)
+
+    # -- tombstones -------------------------------------------------------------------------
+    def tombstones(self) -> list[tuple[str, Tombstone, str]]:
+        """Key, content and version of every tombstone. Raises IntegrityError where one cannot be
+        read: it may name anything."""
+        found = []
+        for info in self.ids(TOMBSTONES):
+            try:
+                payload, version = self.read_object(TOMBSTONE, info.key)
+            except ObjectMissing:
+                continue  # its day is over
+            found.append((info.key, decode_tombstone(payload, name=info.key), version))
+        return found
+
+    def write_tombstone(
+        self, tombstone: Tombstone, key: str | None = None, *, replaces: str | None = None
+    ) -> tuple[str, str]:
+        """Write a new tombstone, or another content of one; answers key and version."""
+        new = key is None
+        key = key if key is not None else self.key(TOMBSTONES, os.urandom(16).hex())
+        payload = _encoder.encode(tombstone)
+        return key, self.put_object(TOMBSTONE, key, payload, create=new, replaces=replaces)
+
+
+def decode_tombstone(payload: bytes, *, name: str) -> Tombstone:
+    """A tombstone's content. Raises IntegrityError naming it."""
+    try:
+        found = _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise IntegrityError(f"{name} is malformed: {error}", object=name) from None
+    if found.state not in {MARKED, DONE} or any(len(id) != ID_BYTES for id in found.packs):
+        raise IntegrityError(f"{name} is inconsistent.", object=name)
+    return found
+
+
+def _portions(infos: Sequence[PackInfo]) -> Iterator[list[PackInfo]]:
+    part: list[PackInfo] = []
+    size = 0
+    for info in infos:
+        more = len(info.blocks) + len(info.chunks)
+        if part and size + more > _INDEX_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(info)
+        size += more
+    if part:
+        yield part
