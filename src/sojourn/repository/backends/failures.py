@@ -30,7 +30,7 @@ class Verdict(enum.Enum):
     PASSING = "passing"  # try again
     MISSING = "missing"
     TAKEN = "taken"  # a condition of a put does not hold
-    RANGE = "range"  # the object is shorter than was asked for
+    RANGE = "range"  # no such piece: the object is shorter, or pieces are not given
     FULL = "full"
     REFUSED = "refused"
 
@@ -63,8 +63,11 @@ _PASSING_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     }
 )
+_METADATA = re.compile(r"https?://[^/ ]+/latest/(api/token|meta-data)")
 _FULL_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded"})
 _TRANSPORT = (
+    ("InvalidListResponse", "its listing was not understood"),
+    ("IncompleteBody", "the answer was cut off"),
     ("timed out", "the request timed out"),
     ("TimedOut", "the request timed out"),
     ("ConnectionRefused", "the connection was refused"),
@@ -73,7 +76,7 @@ _TRANSPORT = (
     ("dns error", "the host's name is not known"),
     ("certificate", "the server's certificate is not trusted"),
     ("kind: Connect", "no connection could be made"),
-    ("kind: Decode", "the answer was cut off"),
+    ("kind: Decode", "the answer was not understood"),
     ("kind: Timeout", "the request timed out"),
 )
 
@@ -98,10 +101,18 @@ def judge(error: Exception) -> Failure:
         return Failure(Verdict.MISSING, said)
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
         return Failure(Verdict.REFUSED, said or "access was denied")
+    if _METADATA.search(text) and (status is None or status < 500):
+        return Failure(
+            Verdict.REFUSED,
+            "there are no credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set,"
+            " and this host has no role)",
+        )
     if isinstance(error, (InvalidPathError, NotSupportedError, NotImplementedError)):
         return Failure(Verdict.REFUSED, type(error).__name__)
-    if "Range" in text and ("StartTooLarge" in text or "TooLarge" in text):
+    if "StartTooLarge" in text or "NotPartial" in text:
         return Failure(Verdict.RANGE, said)
+    if status is None and code is not None:  # of one key of a bulk deletion
+        return Failure(Verdict.REFUSED, said)
     if status is None:
         return Failure(Verdict.PASSING, _transport(text), unsent="kind: Connect" in text)
     if status == 416:

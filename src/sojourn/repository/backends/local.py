@@ -34,6 +34,7 @@ from pathlib import Path
 from sojourn.errors import (
     Conflict,
     IntegrityError,
+    InvalidRequest,
     ObjectMissing,
     SojournError,
     StorageFull,
@@ -49,6 +50,7 @@ _LOCK_WAIT = 60.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _MOST = 1 << 30  # bytes asked of one system call
 
 
@@ -62,10 +64,20 @@ class LocalBackend:
         self._guard = threading.Lock()
         with self._failures("opening the store"):
             _make_root(self._root)
-            (self._root / STAGING).mkdir(mode=0o700, exist_ok=True)
-            os.close(os.open(self._root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode=0o600))
-            _sync_directory(self._root)
-            self._sweep()
+            try:
+                self._make_marks()
+                self._sweep()
+            except OSError as error:
+                # A store that may only be read is one too: putting will say what is wrong.
+                if error.errno not in _REFUSED or not (self._root / LOCK).exists():
+                    raise
+
+    def _make_marks(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            (self._root / STAGING).mkdir(mode=0o700)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        os.close(os.open(self._root / LOCK, flags, mode=0o600))
+        _sync_directory(self._root)
 
     @property
     def url(self) -> str:
@@ -77,26 +89,44 @@ class LocalBackend:
     ) -> str:
         path = self._path(key)
         with self._failures(f"writing {key}"):
-            self._make_parents(key)
-            with self._staged(data) as (temporary, descriptor):
-                if create:
-                    version = self._link(key, path, temporary, descriptor, data)
-                else:
-                    version = self._rename(key, path, temporary, descriptor, replaces)
-                _sync_directory(path.parent)
-                return version
+            if create and path.exists():
+                version = self._compare(key, data)
+            else:
+                version = self._put(key, path, data, create, replaces)
+            # Also where another one wrote the same: it may not have come to this yet.
+            _sync_directory(path.parent)
+            return version
+
+    def _put(self, key: str, path: Path, data: bytes, create: bool, replaces: str | None) -> str:
+        with self._staged(data) as (temporary, descriptor):
+            for again in (True, False):
+                self._make_parents(key)
+                try:
+                    if create:
+                        return self._link(key, path, temporary, descriptor, data)
+                    return self._rename(key, path, temporary, descriptor, replaces)
+                except FileNotFoundError:
+                    if not again:
+                        raise
+                    with self._guard:
+                        self._known.clear()  # someone removed a directory
+        raise AssertionError("unreachable")
+
+    def _compare(self, key: str, data: bytes) -> str:
+        """A create that finds an object: the version of the same bytes, or Conflict."""
+        try:
+            there, version = self._read(key, limit=None)
+        except ObjectMissing:
+            raise Conflict(f"{key} was removed while it was written.", key=key) from None
+        if there != data:
+            raise Conflict(f"{key} is there already, with other content.", key=key)
+        return version
 
     def _link(self, key: str, path: Path, temporary: Path, descriptor: int, data: bytes) -> str:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            try:
-                there, version = self._read(key, limit=None)
-            except ObjectMissing:
-                raise Conflict(f"{key} was removed while it was written.", key=key) from None
-            if there != data:
-                raise Conflict(f"{key} is there already, with other content.", key=key) from None
-            return version
+            return self._compare(key, data)
         return _version(os.fstat(descriptor))
 
     def _rename(
@@ -138,9 +168,12 @@ class LocalBackend:
     def _new_temporary(self) -> tuple[Path, int]:
         while True:
             temporary = self._root / STAGING / secrets.token_hex(16)
-            descriptor = os.open(
-                temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode=0o600
-            )
+            try:
+                descriptor = os.open(temporary, _NEW, mode=0o600)
+            except FileNotFoundError:
+                self._check_there()
+                temporary.parent.mkdir(mode=0o700, exist_ok=True)
+                continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if os.fstat(descriptor).st_nlink:
@@ -163,8 +196,13 @@ class LocalBackend:
         at = self._root
         for part in parts:
             parent, at = at, at / part
-            with contextlib.suppress(FileExistsError):
+            try:
                 at.mkdir(mode=0o700)
+            except FileExistsError:
+                if at.is_symlink():  # would lead out of the store
+                    raise StoreRefused(
+                        f"{at} is a symbolic link; nothing is written there."
+                    ) from None
             _sync_directory(parent)
         with self._guard:
             self._known.add(directory)
@@ -177,7 +215,9 @@ class LocalBackend:
             parents = set()
             with self._locked():
                 for path in paths:
-                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    with contextlib.suppress(
+                        FileNotFoundError, NotADirectoryError, IsADirectoryError
+                    ):
                         path.unlink()
                         parents.add(path.parent)
             for parent in parents:
@@ -289,11 +329,8 @@ class LocalBackend:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """The directory's lock, between threads and processes."""
-        try:
-            descriptor = os.open(self._root / LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            self._check_there()
-            raise
+        self._check_there()
+        descriptor = os.open(self._root / LOCK, os.O_RDWR | os.O_CLOEXEC)
         try:
             deadline = time.monotonic() + _LOCK_WAIT
             pause = 0.0005
@@ -345,12 +382,14 @@ class LocalBackend:
                 raise StoreRefused(f"{cause}: {where}.", cause=cause) from error
             if error.errno in {errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY}:
                 raise Conflict(f"A key is the beginning of another: {where}.") from error
-            with self._guard:
-                self._known.clear()  # what was there may be gone
+            if error.errno == errno.ENOENT:
+                self._check_there()
             raise StoreUnreachable(f"{cause}: {where}.", cause=cause) from error
 
 
 def _make_root(root: Path) -> None:
+    if root.exists() and not root.is_dir():
+        raise InvalidRequest(f"The object store {root} is no directory.")
     missing = []
     at = root
     while not at.exists():

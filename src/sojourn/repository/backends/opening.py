@@ -73,17 +73,16 @@ def _open_s3(parts: SplitResult, settings: Mapping[str, str]) -> Backend:
         raise InvalidRequest("The prefix in the URL may have letters, digits and ._-/ only.")
     timeout = _seconds(settings, TIMEOUT, _TIMEOUT_SECONDS)
     patience = _seconds(settings, PATIENCE, _PATIENCE_SECONDS)
-    config: dict[str, Any] = {}
-    for name, value in settings.items():
-        if name.startswith("AWS_") and value:
-            option = _OPTIONS.get(name)
-            if option is not None:
-                config.setdefault(option, value)
+    config: dict[str, Any] = {"conditional_put": "etag"}
+    for name, option in _OPTIONS:
+        if settings.get(name):
+            config.setdefault(option, settings[name])
     endpoint = config.get("endpoint", "")
     if endpoint:
         _check_endpoint(endpoint)
-        config.setdefault("virtual_hosted_style_request", "false")
-    config.setdefault("region", settings.get("AWS_DEFAULT_REGION") or "us-east-1")
+        config["aws_endpoint_url_s3"] = endpoint
+        config.setdefault("virtual_hosted_style_request", "false")  # the bucket in the path
+    config.setdefault("region", "us-east-1")
     client: ClientConfig = {
         "allow_http": endpoint.startswith("http://"),
         "connect_timeout": f"{int(min(_CONNECT_SECONDS, timeout) * 1000)}ms",
@@ -112,19 +111,21 @@ def _open_s3(parts: SplitResult, settings: Mapping[str, str]) -> Backend:
     raise StoreRefused(f"The settings of the object store are not accepted ({kind}).")
 
 
-_OPTIONS = {
-    "AWS_ACCESS_KEY_ID": "access_key_id",
-    "AWS_SECRET_ACCESS_KEY": "secret_access_key",
-    "AWS_SESSION_TOKEN": "session_token",
-    "AWS_REGION": "region",
-    "AWS_ENDPOINT_URL_S3": "endpoint",
-    "AWS_ENDPOINT_URL": "endpoint",
-    "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "virtual_hosted_style_request",
-    "AWS_SERVER_SIDE_ENCRYPTION": "server_side_encryption",
-    "AWS_SSE_KMS_KEY_ID": "sse_kms_key_id",
-    "AWS_DISABLE_BULK_DELETE": "disable_bulk_delete",
-    "AWS_SKIP_SIGNATURE": "skip_signature",
-}
+# In the order of precedence. obstore itself reads further AWS_* variables of the environment
+# (roles, web identities, containers' credentials).
+_OPTIONS = (
+    ("AWS_ACCESS_KEY_ID", "access_key_id"),
+    ("AWS_SECRET_ACCESS_KEY", "secret_access_key"),
+    ("AWS_SESSION_TOKEN", "session_token"),
+    ("AWS_REGION", "region"),
+    ("AWS_DEFAULT_REGION", "region"),
+    ("AWS_ENDPOINT_URL_S3", "endpoint"),
+    ("AWS_ENDPOINT_URL", "endpoint"),
+    ("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "virtual_hosted_style_request"),
+    ("AWS_SERVER_SIDE_ENCRYPTION", "server_side_encryption"),
+    ("AWS_SSE_KMS_KEY_ID", "sse_kms_key_id"),
+    ("AWS_DISABLE_BULK_DELETE", "disable_bulk_delete"),
+)
 
 
 def _check_endpoint(endpoint: str) -> None:
