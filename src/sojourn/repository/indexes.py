@@ -78,12 +78,7 @@ class Index:
     def find(self, name: bytes, avoid: Collection[bytes] = _NOTHING) -> Place | None:
         """Where a chunk lies, in a pack that is neither excluded nor in `avoid` (pack ids). For
         uploads; who only reads uses `locate`, to which an excluded pack is as good as any."""
-        table = self._table
-        for place in table.places(name):
-            id = place.pack.id
-            if id not in table.hidden and id not in avoid:
-                return place
-        return None
+        return self._table.find(name, avoid)
 
     def locate(self, name: bytes) -> Place | None:
         """Where a chunk lies, in any pack, one that is not excluded first."""

@@ -33,7 +33,7 @@ CHUNK = struct.Struct("<32sIII")
 ID_BYTES = SALT_BYTES = NAME_BYTES = 32
 COMPRESSED = 1
 SEAL_BYTES = 16  # the tag of an encrypted block
-_WHERE = struct.Struct("<III")
+WHERE = struct.Struct("<III")
 _WORDS = CHUNK.size // 4
 
 
@@ -83,7 +83,7 @@ class PackInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     def where(self, number: int) -> tuple[int, int, int]:
         """Block, offset and length of a chunk."""
-        return _WHERE.unpack_from(self.chunks, number * CHUNK.size + NAME_BYTES)
+        return WHERE.unpack_from(self.chunks, number * CHUNK.size + NAME_BYTES)
 
     def name(self, number: int) -> bytes:
         """Name of a chunk."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from sojourn.repository.records import CHUNK, NAME_BYTES, PackInfo, Place
+from sojourn.repository.records import CHUNK, NAME_BYTES, WHERE, PackInfo, Place
 
 RUN = 1 << 21  # numbers in a sorted run; sorting takes 44 bytes for each while it lasts
 _BITS = 32
@@ -31,11 +31,11 @@ class _Run:
     def __init__(self, numbers: array[int]) -> None:
         self.numbers = numbers
         bits = min(_BITS, max(1, len(numbers).bit_length() - 4))
-        self.shift = 2 * _BITS - bits
+        self.shift = _BITS - bits  # of the 32 bits of a name
         fan = array("I")
         at = 0
         for beginning in range((1 << bits) + 1):
-            at = bisect_left(numbers, beginning << self.shift, at)
+            at = bisect_left(numbers, beginning << (_BITS + self.shift), at)
             fan.append(at)
         self.fan = fan
 
@@ -61,8 +61,44 @@ class Table:
             setattr(made, slot, parts.get(slot, getattr(self, slot)))
         return made
 
+    def find(self, name: bytes, avoid: Collection[bytes]) -> Place | None:
+        """A place of a name in a pack that is neither hidden nor avoided. All in one function:
+        it is called for every chunk of every capture."""
+        hidden = self.hidden
+        if self.recent and (found := self.recent.get(name)) is not None:
+            for ordinal in found if isinstance(found, tuple) else (found,):
+                pack, at = self._record(ordinal)
+                if pack.id not in hidden and pack.id not in avoid:
+                    return Place(pack, *pack.where(at))
+        if len(name) != NAME_BYTES:
+            return None
+        first = int.from_bytes(name[:4], "little")
+        low = first << _BITS
+        for run in self.runs:
+            bucket = first >> run.shift
+            fan = run.fan
+            end = fan[bucket + 1]
+            numbers = run.numbers
+            index = bisect_left(numbers, low, fan[bucket], end)
+            while index < end:
+                number = numbers[index]
+                if number >> _BITS != first:
+                    break
+                ordinal = number & _ORDINAL
+                which = bisect_right(self.bases, ordinal) - 1
+                pack = self.packs[which]
+                at = (ordinal - self.bases[which]) * _RECORD
+                if (
+                    pack.chunks.startswith(name, at)
+                    and pack.id not in hidden
+                    and pack.id not in avoid
+                ):
+                    return Place(pack, *WHERE.unpack_from(pack.chunks, at + NAME_BYTES))
+                index += 1
+        return None
+
     def places(self, name: bytes) -> Iterator[Place]:
-        """Every place of a name, in dead packs too."""
+        """Every place of a name, in dead and excluded packs too."""
         if len(name) != NAME_BYTES:
             return
         found = self.recent.get(name)
@@ -70,14 +106,12 @@ class Table:
             for ordinal in found if isinstance(found, tuple) else (found,):
                 pack, at = self._record(ordinal)
                 yield Place(pack, *pack.where(at))
-        low = int.from_bytes(name[:4], "little") << _BITS
-        high = low | _ORDINAL
+        first = int.from_bytes(name[:4], "little")
         for run in self.runs:
-            numbers = run.numbers
-            bucket = low >> run.shift
+            bucket = first >> run.shift
             end = run.fan[bucket + 1]
-            index = bisect_left(numbers, low, run.fan[bucket], end)
-            while index < end and (number := numbers[index]) <= high:
+            index = bisect_left(run.numbers, first << _BITS, run.fan[bucket], end)
+            while index < end and (number := run.numbers[index]) >> _BITS == first:
                 pack, at = self._record(number & _ORDINAL)
                 if pack.chunks.startswith(name, at * _RECORD):
                     yield Place(pack, *pack.where(at))
