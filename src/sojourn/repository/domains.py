@@ -11,15 +11,15 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
 from blake3 import blake3
 
 from sojourn.errors import IntegrityError, ObjectMissing
 from sojourn.repository.backends.base import Backend, ObjectInfo
 from sojourn.repository.indexes import Index, decode_index, encode_index
 from sojourn.repository.keys import DomainKeys
-from sojourn.repository.records import ID_BYTES, PackInfo
+from sojourn.repository.records import PackInfo
 from sojourn.repository.sealed import (
+    DAMAGE,
     IMAGE,
     INDEX,
     LAYER,
@@ -33,6 +33,7 @@ from sojourn.repository.sealed import (
 
 LAYERS, IMAGES, SNAPSHOTS, SESSIONS = "layers", "images", "snapshots", "sessions"
 PACKS, INDEXES, TOMBSTONES = "packs", "indexes", "tombstones"
+COPIES, DAMAGED = "copies", "damaged"
 KINDS = {
     LAYERS: LAYER,
     IMAGES: IMAGE,
@@ -40,26 +41,10 @@ KINDS = {
     SESSIONS: SESSION,
     TOMBSTONES: TOMBSTONE,
     INDEXES: INDEX,
+    DAMAGED: DAMAGE,
 }
-_GROUPS = frozenset(KINDS) | {PACKS}
+_GROUPS = frozenset(KINDS) | {PACKS, COPIES}
 _INDEX_BYTES = 32 << 20  # records in one index object; half of what a reader takes
-
-MARKED, DONE = "marked", "done"
-
-
-class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a collector is about to remove, or has. `packs` are ids, `layers` and `images` the names
-    in their keys. `written_at` is by the store's clock."""
-
-    packs: list[bytes]
-    layers: list[str]
-    images: list[str]
-    state: str
-    written_at: float
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Tombstone)
 
 
 class Domain:
@@ -72,6 +57,7 @@ class Domain:
         self._lock = threading.Lock()
         self._index: Index | None = None
         self._present: set[str] = set()
+        self._avoided: set[str] = set()  # keys of root objects that tombstones name
 
     def __repr__(self) -> str:
         return f"<domain {self.name!r} of {self.backend.url}>"
@@ -109,6 +95,12 @@ class Domain:
     def tenant_key(self) -> str:
         """The key of the tenant's name."""
         return f"{self.name}/tenant"
+
+    def copies_prefix(self, key: str) -> str:
+        """Where the copies of a layer or image lie whose own key is `key`. They are written while
+        a tombstone names that key: whoever removes it may do so at any time, and would take what
+        was written there anew for what it had marked."""
+        return f"{self.name}/{COPIES}/{key.rpartition('/')[2]}/"
 
     # -- sealed objects ---------------------------------------------------------------------
     def get_object(self, kind: bytes, key: str) -> bytes:
@@ -198,6 +190,10 @@ class Domain:
         with self._lock:
             if key in self._present:
                 return True
+            avoided = key in self._avoided
+        if avoided:
+            listed = self.backend.list(self.copies_prefix(key))
+            return any(info.key not in self._avoided for info in listed)
         try:
             self.backend.head(key)
         except ObjectMissing:
@@ -205,10 +201,43 @@ class Domain:
         self.note(key)
         return True
 
+    def put_root(self, kind: bytes, key: str, payload: bytes) -> str:
+        """Write a layer's or image's root object at its key, or as a copy of it where the key is
+        avoided; answers the key it has got."""
+        with self._lock:
+            avoided = key in self._avoided
+        if not avoided:
+            self.put_object(kind, key, payload)
+            self.note(key)
+            return key
+        copy = self.copies_prefix(key) + os.urandom(8).hex()
+        self.put_object(kind, copy, payload)
+        return copy
+
+    def get_root(self, kind: bytes, key: str) -> bytes:
+        """The payload of a layer's or image's root object, or of a copy of it. Raises
+        ObjectMissing naming the key, IntegrityError."""
+        try:
+            return self.get_object(kind, key)
+        except ObjectMissing as missing:
+            for info in self.backend.list(self.copies_prefix(key)):
+                try:
+                    return self.get_object(kind, info.key)
+                except ObjectMissing:
+                    continue  # removed since it was listed
+            raise missing
+
+    def avoid(self, keys: Iterable[str]) -> None:
+        """From now on take the root objects with these keys for absent: tombstones name them."""
+        with self._lock:
+            self._avoided.update(keys)
+            self._present.difference_update(self._avoided)
+
     def note(self, key: str) -> None:
         """Remember that the store acknowledged this layer or image."""
         with self._lock:
-            self._present.add(key)
+            if key not in self._avoided:
+                self._present.add(key)
 
     def forget(self, keys: Iterable[str] | None = None) -> None:
         """Forget what is remembered as present: these keys, or all."""
@@ -217,39 +246,6 @@ class Domain:
                 self._present.clear()
             else:
                 self._present.difference_update(keys)
-
-    # -- tombstones -------------------------------------------------------------------------
-    def tombstones(self) -> list[tuple[str, Tombstone, str]]:
-        """Key, content and version of every tombstone. Raises IntegrityError where one cannot be
-        read: it may name anything."""
-        found = []
-        for info in self.ids(TOMBSTONES):
-            try:
-                payload, version = self.read_object(TOMBSTONE, info.key)
-            except ObjectMissing:
-                continue  # its day is over
-            found.append((info.key, decode_tombstone(payload, name=info.key), version))
-        return found
-
-    def write_tombstone(
-        self, tombstone: Tombstone, key: str | None = None, *, replaces: str | None = None
-    ) -> tuple[str, str]:
-        """Write a new tombstone, or another content of one; answers key and version."""
-        new = key is None
-        key = key if key is not None else self.key(TOMBSTONES, os.urandom(16).hex())
-        payload = _encoder.encode(tombstone)
-        return key, self.put_object(TOMBSTONE, key, payload, create=new, replaces=replaces)
-
-
-def decode_tombstone(payload: bytes, *, name: str) -> Tombstone:
-    """A tombstone's content. Raises IntegrityError naming it."""
-    try:
-        found = _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise IntegrityError(f"{name} is malformed: {error}", object=name) from None
-    if found.state not in {MARKED, DONE} or any(len(id) != ID_BYTES for id in found.packs):
-        raise IntegrityError(f"{name} is inconsistent.", object=name)
-    return found
 
 
 def _portions(infos: Sequence[PackInfo]) -> Iterator[list[PackInfo]]:

@@ -22,7 +22,7 @@ from sojourn.repository.keys import DomainKeys
 
 CONFIG, WRAPPED, INDEX, FOOTER = b"CONF", b"WKEY", b"INDX", b"FOOT"
 LAYER, IMAGE, SNAPSHOT, SESSION = b"LAYR", b"IMAG", b"SNAP", b"SESS"
-TENANT, TOMBSTONE = b"TENT", b"TOMB"
+TENANT, TOMBSTONE, DAMAGE = b"TENT", b"TOMB", b"DAMG"
 
 # Bytes of the largest payload of each kind.
 LIMITS = {
@@ -36,6 +36,7 @@ LIMITS = {
     SESSION: 16 << 20,
     TENANT: 64 << 10,
     TOMBSTONE: 64 << 20,
+    DAMAGE: 64 << 20,
 }
 
 MAGIC = b"SJRS"

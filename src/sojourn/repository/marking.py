@@ -1,0 +1,227 @@
+"""What the snapshots of a repository need: layers, images, and every chunk of them.
+
+Guarantee: the answer is complete or there is none. A snapshot, layer, image, segment or recipe that
+cannot be read raises IntegrityError naming it, because what it needs is not known then; only what a
+repair has written down as lost is passed over. A snapshot that is deleted meanwhile does not count.
+
+Layers and images are read once each, segments and recipes once each, a few at a time; what is kept
+are ids and names of 32 bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+
+from sojourn.errors import IntegrityError, ObjectMissing
+from sojourn.model.snapshots import Snapshot
+from sojourn.repository.cutting import SMALL_FILE, decode_recipe
+from sojourn.repository.damages import Damage, read_damages
+from sojourn.repository.domains import SNAPSHOTS, Domain
+from sojourn.repository.fetching import fetch
+from sojourn.repository.images import decode_image
+from sojourn.repository.layers import LayerObject, decode_layer
+from sojourn.repository.records import CHUNK_DATA, CHUNK_RECIPE, CHUNK_SEGMENT
+from sojourn.repository.sealed import IMAGE, LAYER, SNAPSHOT
+from sojourn.store.fingerprints import fingerprint
+from sojourn.store.images import object_name as image_object
+from sojourn.store.layers import object_name as layer_object
+from sojourn.store.manifests import FILE, Entry
+from sojourn.store.snapshots import object_name as snapshot_object
+
+SHARED = "shared"
+_THREADS = 8
+
+Holder = tuple[Domain, str]  # a snapshot and its domain
+
+_snapshots = msgspec.msgpack.Decoder(Snapshot)
+_entries = msgspec.msgpack.Decoder(list[Entry])
+
+
+class Marks:
+    """What is needed of one domain. `layers` and `images` are ids with the snapshots that hold
+    them; `chunks` are names; `lost` the names of chunks that are known to be gone."""
+
+    def __init__(self, domain: Domain) -> None:
+        self.domain = domain
+        self.layers: dict[str, list[Holder]] = {}
+        self.images: dict[str, list[Holder]] = {}
+        self.chunks: set[bytes] = set()
+        self.lost: set[bytes] = set()
+        self.damaged: dict[str, Damage] = {}
+
+    def root_names(self) -> set[str]:
+        """The names in the keys of the layers and images."""
+        domain = self.domain
+        keys = [domain.layer_key(id) for id in self.layers]
+        keys += [domain.image_key(id) for id in self.images]
+        return {root_name(key) for key in keys}
+
+
+def root_name(key: str) -> str:
+    """The name that a layer's or image's key, or the key of one of its copies, holds."""
+    parts = key.split("/")
+    return parts[2]
+
+
+def domain_of_layer(number: int, own: Domain, shared: Domain) -> Domain:
+    """Where a snapshot's layer of this number lies: the lowest is its template's."""
+    return own if number else shared
+
+
+def decode_snapshot(payload: bytes, key: str) -> Snapshot:
+    """A snapshot from its payload, proven by its fingerprint. Raises IntegrityError."""
+    name = snapshot_object(key.rpartition("/")[2])
+    try:
+        found = _snapshots.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise IntegrityError(f"{name} is malformed: {error}", object=name) from None
+    if found.id != key.rpartition("/")[2]:
+        raise IntegrityError(f"{name} holds the manifest of {found.id}.", object=name)
+    if found.fingerprint != fingerprint(found.layers, found.memory, found.config, found.format):
+        raise IntegrityError(
+            f"The fingerprint of {name} is not the one of its content.", object=name
+        )
+    return found
+
+
+def read_snapshots(
+    domain: Domain, faults: dict[str, IntegrityError] | None = None
+) -> Iterator[Snapshot]:
+    """All snapshots of a domain, a few read at once. One that cannot be read raises IntegrityError;
+    with `faults` it is put there under its id instead."""
+
+    def take(running: deque[tuple[str, Future[bytes]]]) -> Iterator[Snapshot]:
+        key, future = running.popleft()
+        try:
+            yield decode_snapshot(future.result(), key)
+        except ObjectMissing:
+            return  # deleted since it was listed
+        except IntegrityError as error:
+            if faults is None:
+                raise
+            faults[key.rpartition("/")[2]] = error
+
+    with ThreadPoolExecutor(_THREADS, "read snapshots") as pool:
+        running: deque[tuple[str, Future[bytes]]] = deque()
+        try:
+            for info in domain.ids(SNAPSHOTS):
+                running.append((info.key, pool.submit(domain.get_object, SNAPSHOT, info.key)))
+                if len(running) >= 2 * _THREADS:
+                    yield from take(running)
+            while running:
+                yield from take(running)
+        finally:
+            for _, future in running:
+                future.cancel()
+
+
+def references(domains: Mapping[str, Domain], shared: str = SHARED) -> dict[str, Marks]:
+    """Which layers and images the snapshots of all domains hold, by domain."""
+    found = {name: Marks(domain) for name, domain in domains.items()}
+    for name, domain in domains.items():
+        marks = found[name]
+        marks.damaged = read_damages(domain)
+        for snapshot in read_snapshots(domain):
+            holder = (domain, snapshot.id)
+            damage = marks.damaged.get(snapshot.id)
+            for number, layer in enumerate(snapshot.layers):
+                place = found[name if number else shared]
+                place.layers.setdefault(layer.id, []).append(holder)
+                if damage is not None:
+                    place.lost.update(damage.chunk_names())
+            if snapshot.memory is not None:
+                marks.images.setdefault(snapshot.memory.id, []).append(holder)
+            if damage is not None:
+                marks.lost.update(damage.chunk_names())
+    return found
+
+
+def mark(domains: Mapping[str, Domain], shared: str = SHARED) -> dict[str, Marks]:
+    """Everything the snapshots of all domains need, by domain. `domains` are all there are, for the
+    shared layers are needed by any of them. Raises IntegrityError naming what cannot be read."""
+    found = references(domains, shared)
+    for marks in found.values():
+        for layer, holders in marks.layers.items():
+            try:
+                add_layer(marks.domain, layer, marks.chunks)
+            except (IntegrityError, ObjectMissing) as error:
+                _pass_over(error, layer_object(layer), holders, found)
+        for image, holders in marks.images.items():
+            try:
+                add_image(marks.domain, image, marks.chunks)
+            except (IntegrityError, ObjectMissing) as error:
+                _pass_over(error, image_object(image), holders, found)
+    return found
+
+
+def _pass_over(
+    error: IntegrityError | ObjectMissing,
+    name: str,
+    holders: list[Holder],
+    found: Mapping[str, Marks],
+) -> None:
+    """Go on without something only if no snapshot counts on it: all are marked as damaged, or were
+    deleted meanwhile (and it was collected with them)."""
+    for domain, snapshot in holders:
+        if snapshot in found[domain.name].damaged:
+            continue
+        try:
+            domain.backend.head(domain.snapshot_key(snapshot))
+        except ObjectMissing:
+            continue
+        raise IntegrityError(
+            f"{name} cannot be read: {error.message}",
+            object=name,
+            snapshot=snapshot,
+            next_step="Nothing was removed. Run `sojourn store check` and `sojourn store repair`.",
+        ) from error
+
+
+def add_layer(domain: Domain, layer: str, chunks: set[bytes]) -> None:
+    """Add the names of all chunks of a layer: segments, recipes, contents. Segments and recipes
+    whose names are there already are not read again. Raises ObjectMissing, IntegrityError."""
+    chunk_name = domain.keys.chunk_name
+    root = read_layer(domain, layer)
+    fresh = {chunk_name(CHUNK_SEGMENT, content) for content in root.segments} - chunks
+    large: dict[bytes, int] = {}
+    for name, data in fetch(domain, fresh):
+        for entry in decode_segment(data, name):
+            if entry.type != FILE or not entry.size or entry.link is not None:
+                continue
+            if entry.size <= SMALL_FILE:
+                chunks.add(chunk_name(CHUNK_DATA, entry.digest))
+                continue
+            recipe = chunk_name(CHUNK_RECIPE, entry.digest)
+            if recipe not in chunks:
+                large[recipe] = entry.size
+    for recipe, data in fetch(domain, large):
+        for content, _ in decode_recipe(data, large[recipe], f"chunk {recipe.hex()}"):
+            chunks.add(chunk_name(CHUNK_DATA, content))
+        chunks.add(recipe)
+    # Last, because they stand for all of the above when the next layer has them too.
+    chunks |= fresh
+
+
+def add_image(domain: Domain, image: str, chunks: set[bytes]) -> None:
+    """Add the names of all chunks of a memory image. Raises ObjectMissing, IntegrityError."""
+    chunk_name = domain.keys.chunk_name
+    root = decode_image(domain.get_root(IMAGE, domain.image_key(image)), image)
+    chunks.update(chunk_name(CHUNK_DATA, content) for content in root.chunk_ids())
+
+
+def read_layer(domain: Domain, layer: str) -> LayerObject:
+    """A layer's root object. Raises ObjectMissing, IntegrityError."""
+    return decode_layer(domain.get_root(LAYER, domain.layer_key(layer)), layer)
+
+
+def decode_segment(data: bytes, name: bytes) -> list[Entry]:
+    """The entries of a segment. Raises IntegrityError."""
+    try:
+        return _entries.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        shown = f"chunk {name.hex()}"
+        raise IntegrityError(f"{shown} is no segment: {error}", object=shown) from None
