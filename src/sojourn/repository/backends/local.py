@@ -243,7 +243,7 @@ class LocalBackend:
         check_ranges(list(ranges))
         with self._failures(f"reading {key}"), self._opened(key) as (descriptor, found):
             for offset, length in ranges:
-                if offset + length > found.st_size:
+                if length and offset + length > found.st_size:
                     raise IntegrityError(
                         f"{key} has {found.st_size} bytes, too few for {offset}+{length}.",
                         object=key,

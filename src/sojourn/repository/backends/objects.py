@@ -152,8 +152,7 @@ class ObjectBackend:
         check_ranges(list(ranges))
         wanted = [(offset, length) for offset, length in ranges if length]
         if not wanted:
-            info = self.head(key)
-            self._check_size(key, info.size, ranges)
+            self.head(key)
             return [b"" for _ in ranges]
 
         def read() -> list[bytes]:
@@ -296,7 +295,7 @@ class ObjectBackend:
 
     def _check_size(self, key: str, size: int, ranges: Sequence[tuple[int, int]]) -> None:
         for offset, length in ranges:
-            if offset + length > size:
+            if length and offset + length > size:
                 raise IntegrityError(
                     f"{key} has {size} bytes, too few for {offset}+{length}.", object=key
                 )
