@@ -23,6 +23,7 @@ from sojourn.store.manifests import FORMAT, Entry, Manifest
 
 SEGMENT_DIVISOR = 256
 SEGMENT_ENTRIES = 4096
+SEGMENT_ATTRIBUTES = 1 << 20  # bytes: an attribute may be as large as a thousand entries
 DIGEST = 32
 _LEAST_ENTRY = 15  # an entry of 14 fields takes no less
 _ID = re.compile(r"[0-9a-f]{64}")
@@ -83,12 +84,19 @@ def segments_of(manifest: Manifest) -> Iterator[tuple[bytes, bytes]]:
     """The segments of a manifest in order, as (content id, encoded entries)."""
     entries = manifest.entries
     crc32 = zlib.crc32
-    start = 0
+    start = heavy = 0
     for at, entry in enumerate(entries):
         count = at - start
-        if count and (count == SEGMENT_ENTRIES or not crc32(entry.path) % SEGMENT_DIVISOR):
+        if count and (
+            count == SEGMENT_ENTRIES
+            or heavy >= SEGMENT_ATTRIBUTES
+            or not crc32(entry.path) % SEGMENT_DIVISOR
+        ):
             yield _segment(entries[start:at])
             start = at
+            heavy = 0
+        if entry.xattrs:
+            heavy += sum(len(key) + len(value) for key, value in entry.xattrs)
     yield _segment(entries[start:])
 
 

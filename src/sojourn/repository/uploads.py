@@ -23,12 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from sojourn.errors import IntegrityError, ObjectMissing, SojournError
+from sojourn.errors import IntegrityError, Interrupted, ObjectMissing, SojournError, TooLarge
 from sojourn.repository.domains import PACKS as PACK_GROUP
 from sojourn.repository.domains import Domain
 from sojourn.repository.packs import (
     BLOCK_BYTES,
     BLOCK_CHUNKS,
+    BLOCK_LIMITS,
     CHUNK_DATA,
     DATA,
     MAX_BLOCKS,
@@ -54,10 +55,6 @@ _SEAL = 64  # what a block may take beyond its raw bytes
 _FOOTERS = 8
 
 Part = bytes | memoryview
-
-
-class Aborted(SojournError):
-    """An upload was left before it was done; it takes no more."""
 
 
 class _Pack:
@@ -164,10 +161,12 @@ class Upload:
         return True
 
     def put(self, kind: int, name: bytes, data: Part) -> None:
-        """Take in a chunk that `knows` has just denied."""
+        """Take in a chunk that `knows` has just denied. Raises TooLarge."""
         pack_kind = DATA if kind == CHUNK_DATA else META
         filling = self._filling[pack_kind]
         length = len(data)
+        if length > BLOCK_LIMITS[pack_kind]:
+            raise TooLarge(f"A chunk of {length} bytes is over what a block may hold.")
         if filling.raw and filling.raw + length > BLOCK_BYTES:
             self._submit(pack_kind)
             filling = self._filling[pack_kind]
@@ -316,7 +315,7 @@ class Upload:
         with self._changed:
             broken = self._error is not None
             if not broken:
-                self._error = Aborted("The upload was left.")
+                self._error = Interrupted("the upload was left", next_step="")
             self._changed.notify_all()
         self._encoders.shutdown(wait=True, cancel_futures=True)
         self._uploaders.shutdown(wait=True, cancel_futures=True)
