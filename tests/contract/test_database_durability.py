@@ -341,6 +341,11 @@ def test_a_file_of_before_is_brought_forward_with_nothing_durable(tmp_path: Path
         "layers": "[]",
         "fingerprint": "ff",
     }
+    before.execute(
+        "INSERT INTO sessions VALUES ('ses_old', 'ten_a', NULL, '{}', 'base', '{}', '{}', ?,"
+        " 'gvisor', 'suspended', 1, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 1.0, 1.0)",
+        ('{"auto_snapshot":"turn","idle_timeout":5.0}',),
+    )
     row = [values.get(column, 0) for column in columns]
     row[columns.index("parent")] = row[columns.index("image")] = None
     before.execute(f"INSERT INTO snapshots VALUES ({', '.join('?' * len(row))})", row)
@@ -349,6 +354,8 @@ def test_a_file_of_before_is_brought_forward_with_nothing_durable(tmp_path: Path
 
     async def scenario(db: Database) -> None:
         await insert_session(db, session)
+        old = await db.get_session(None, "ses_old")
+        assert (old.policy.retention, old.policy.idle_timeout) == (None, 5.0)
         (record,) = await db.undurable_snapshots()
         assert (record.id, record.durable_at) == ("snp_1", None)
 

@@ -14,6 +14,7 @@ from support.databases import (
     CONNECTORS,
     RUNNING,
     Harness,
+    flaws,
     insert_session,
     insert_snapshot,
     make_session,
@@ -148,21 +149,95 @@ def test_what_is_needed_cannot_be_deleted_and_becomes_removable_later(database: 
                 UpdateSession(session.id, {RUNNING}, 1, {"head": child.id}),
             ]
         )
+        assert await ids(db) == set()
         for needed in (root, child):
             with pytest.raises(Conflict, match="needed by"):
                 await db.delete_snapshot(needed.id)
-        await db.update_snapshot(root.id, hidden=True)
         await db.update_snapshot(child.id, hidden=True)
         assert await ids(db) == set()
-        await update_session(db, session.id, expect_state={RUNNING}, expect_epoch=1, head=None)
-        assert await ids(db) == {child.id}
-        assert await db.delete_snapshot(child.id)
+        with pytest.raises(Conflict, match="needed by"):
+            await db.delete_snapshot(child.id)
+        await db.update_snapshot(root.id, hidden=True)
         assert await ids(db) == {root.id}
-        assert await db.delete_snapshot(root.id)
-        assert not await db.delete_snapshot(root.id)
+        await update_session(db, session.id, expect_state={RUNNING}, expect_epoch=1, head=None)
+        assert await ids(db) == {root.id, child.id}
+        for removed in (root, child):
+            assert await db.delete_snapshot(removed.id)
+            assert not await db.delete_snapshot(removed.id)
+        assert await ids(db) == set()
         for gone in (root, child):
             with pytest.raises(SnapshotNotFound):
                 await db.get_snapshot(None, gone.id, hidden=True)
+
+    database.run(scenario)
+
+
+def test_the_children_of_a_hidden_one_that_is_deleted_become_its_parents(
+    database: Harness,
+) -> None:
+    async def scenario(db: Database) -> None:
+        session = await insert_session(db, make_session())
+        root = make_snapshot(session, hidden=True)
+        middle = make_snapshot(session, parent=root.id, hidden=True)
+        last = [make_snapshot(session, parent=middle.id) for _ in range(2)]
+        await db.commit([InsertSnapshot(s) for s in (root, middle, *last)])
+        assert await ids(db) == {root.id, middle.id}
+        assert await db.delete_snapshot(middle.id)
+        assert {s.parent for s in await db.list_snapshots(session.id)} == {root.id}
+        assert await db.delete_snapshot(root.id)
+        assert {s.parent for s in await db.list_snapshots(session.id)} == {None}
+
+    database.run(scenario)
+    assert flaws(database.location) == []
+
+
+def test_the_last_durable_one_stays_until_the_head_is_durable(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        session = await insert_session(db, make_session())
+        old = make_snapshot(session, hidden=True, durable_at=1.0)
+        last = make_snapshot(session, parent=old.id, hidden=True, durable_at=1.0)
+        between = make_snapshot(session, parent=last.id, hidden=True)
+        head = make_snapshot(session, parent=between.id)
+        aside = make_snapshot(session, parent=last.id)
+        await db.commit(
+            [
+                *[InsertSnapshot(s) for s in (old, last, between, head, aside)],
+                UpdateSession(session.id, {RUNNING}, 1, {"head": head.id}),
+            ]
+        )
+        assert await ids(db) == {old.id, between.id}
+        await db.delete_snapshot(between.id)
+        assert await ids(db) == {old.id}
+        await db.mark_durable(head.id, fingerprint=head.fingerprint, at=2.0)
+        assert await ids(db) == {old.id, last.id}
+
+    database.run(scenario)
+
+
+def test_what_live_sessions_stand_on_is_anchored(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        session = await insert_session(db, make_session())
+        point = make_snapshot(session, hidden=True)
+        other = make_snapshot(session, parent=point.id)
+        head = make_snapshot(session, parent=other.id)
+        await db.commit(
+            [
+                *[InsertSnapshot(s) for s in (point, other, head)],
+                UpdateSession(session.id, {RUNNING}, 1, {"head": head.id}),
+            ]
+        )
+        child = await insert_session(
+            db, make_session(parent_session=session.id, forked_from=point.id, head=other.id)
+        )
+        own = make_snapshot(child, parent=other.id)
+        assert await db.anchored_snapshots(session.id) == {point.id, other.id, head.id}
+        moved = {"head": own.id}
+        await db.commit([InsertSnapshot(own), UpdateSession(child.id, {RUNNING}, 1, moved)])
+        assert await db.anchored_snapshots(session.id) == {point.id, head.id}
+        assert await db.anchored_snapshots(child.id) == {own.id}
+        deleted = {"state": SessionState.DELETED}
+        await db.commit([UpdateSession(child.id, {RUNNING}, 1, deleted)])
+        assert await db.anchored_snapshots(session.id) == {head.id}
 
     database.run(scenario)
 

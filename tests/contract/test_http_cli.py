@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from sojourn import Sojourn
 from sojourn.cli.main import run
 from sojourn.errors import SessionNotFound
+from sojourn.model import Retention
 from support.http_rig import HttpRig
 
 pytest_plugins = ["support.http_fixtures"]
@@ -187,6 +188,8 @@ def test_sessions(client: Sojourn, capsys: pytest.CaptureFixture[str]) -> None:
         "--on-expiry",
         "delete",
         "--no-auto-snapshot",
+        "--keep",
+        "last=3,daily=7",
     )
     assert code == 0
     made = client.sessions.get(out.strip())
@@ -195,6 +198,9 @@ def test_sessions(client: Sojourn, capsys: pytest.CaptureFixture[str]) -> None:
     policy = made.info.policy
     assert (policy.idle_timeout, policy.max_lifetime, policy.on_expiry) == (None, 60, "delete")
     assert policy.auto_snapshot == "off"
+    assert policy.retention == Retention(
+        keep_all_for=0, keep_last=3, hourly=0, daily=7, weekly=0, labelled=True, explicit=True
+    )
     assert "cli" in said(capsys, "session", "ls", "--label", "a=b")[1]
     assert json.loads(said(capsys, "session", "ls", "--json", "--label", "a=c")[1]) == []
     assert made.id in said(capsys, "session", "info", "cli")[1]

@@ -72,12 +72,44 @@ def start_arguments(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_KEEP = {
+    "for": "keep_all_for",
+    "last": "keep_last",
+    "hourly": "hourly",
+    "daily": "daily",
+    "weekly": "weekly",
+}
+
+
+def retention_rules(text: str) -> dict[str, float] | None:
+    """The retention policy that `--keep` asks for: rules that are not named keep nothing. None for
+    `all`. Raises click.BadParameter."""
+    if text == "all":
+        return None
+    rules: dict[str, float] = dict.fromkeys(_KEEP.values(), 0)
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        field = _KEEP.get(name.strip())
+        if field is None or not value.strip().isascii() or not value.strip().isdigit():
+            raise click.BadParameter(
+                f"{part!r} is not RULE=NUMBER with a rule of {', '.join(_KEEP)}",
+                param_hint="--keep",
+            )
+        rules[field] = int(value)
+    return rules
+
+
 @command.command("create", help="Make a session and start its sandbox. Prints its id.")
 @click.option("--name", "-n", help="Name, unique among your live sessions.")
 @session_options
 @click.option("--idle-timeout", type=float, help="Suspend after so many idle seconds; 0: never.")
 @click.option("--max-lifetime", type=float, help="Seconds after which --on-expiry happens.")
 @click.option("--on-expiry", type=click.Choice(["suspend", "delete"]), help="What then happens.")
+@click.option(
+    "--keep",
+    metavar="RULES",
+    help="Which automatic snapshots are kept: all, or rules such as hourly=24,daily=30,last=10.",
+)
 @click.option("--no-auto-snapshot", is_flag=True, help="Take no snapshots by itself.")
 @click.option("--key", help="Idempotency key: the same key gives the same session.")
 @json_option
@@ -88,6 +120,8 @@ def create(as_json: bool, name: str | None, key: str | None, **options: Any) -> 
     for field in ("max_lifetime", "on_expiry"):
         if options[field] is not None:
             policy[field] = options[field]
+    if options["keep"] is not None:
+        policy["retention"] = retention_rules(options["keep"])
     if options["no_auto_snapshot"]:
         policy["auto_snapshot"] = "off"
     arguments = start_arguments(options)

@@ -97,8 +97,13 @@ class Database(Protocol):
         """See `writes.DeleteSnapshot`."""
 
     async def removable_snapshots(self) -> list[SnapshotRecord]:
-        """Hidden ones that nothing needs any more (no child, no head), and all of deleted sessions
-        that no live session descends from. Removing them may make others removable."""
+        """Hidden ones that no live session has as its head, and all of deleted sessions that no
+        live session descends from; not the newest durable one before a head that is not durable
+        yet. Removing them may make others removable."""
+
+    async def anchored_snapshots(self, session: str) -> set[str]:
+        """Those of the session's snapshots that a live session, this or another, has as its head
+        or was forked from."""
 
     async def references(self) -> References:
         """All layer and image ids any snapshot row refers to."""

@@ -55,8 +55,8 @@ class UpdateSnapshot(msgspec.Struct, frozen=True):
 
 
 class DeleteSnapshot(msgspec.Struct, frozen=True):
-    """-> bool: whether there was one. Raises Conflict while it has children or is some session's
-    head: hide it then."""
+    """-> bool: whether there was one. The children of a hidden one become those of its parent.
+    Raises Conflict while it is a live session's head, or has children and is not hidden."""
 
     id: str
 

@@ -1,7 +1,7 @@
 """Frozen values that every layer speaks in; no I/O happens here."""
 
 from sojourn.model.ids import derived_id, new_id
-from sojourn.model.sessions import AutoSnapshot, Limits, Policy, Session, SessionState
+from sojourn.model.sessions import AutoSnapshot, Limits, Policy, Retention, Session, SessionState
 from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotKind
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Limits",
     "MemoryRef",
     "Policy",
+    "Retention",
     "Session",
     "SessionState",
     "Snapshot",

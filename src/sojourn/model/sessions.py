@@ -39,6 +39,25 @@ class AutoSnapshot(enum.StrEnum):
     OFF = "off"
 
 
+class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which of a session's automatic snapshots are kept; a snapshot that any rule keeps is kept.
+
+    All of the last `keep_all_for` seconds; the newest `keep_last`; and of the newest `hourly`,
+    `daily` and `weekly` hours, days and weeks (UTC) that have any, the newest one each. Kept in any
+    case: the head, what forks were made from, the first one of a session; those with a label while
+    `labelled`; those that were asked for (of explicit snapshots, suspensions and forks) while
+    `explicit`. With these off, such snapshots are subject to the rules as automatic ones are.
+    """
+
+    keep_all_for: float = 3600.0
+    keep_last: int = 10
+    hourly: int = 24
+    daily: int = 30
+    weekly: int = 0
+    labelled: bool = True
+    explicit: bool = True
+
+
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a session is kept.
 
@@ -48,6 +67,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server does with a running session: `adopt` leaves the sandbox running, to be taken over by
     the next server, `suspend` puts it away. `auto_memory_bytes` is what memory images of
     automatic snapshots may take; the oldest lose their image first (their files stay).
+    `retention` says which automatic snapshots are kept (None: all).
     """
 
     auto_snapshot: AutoSnapshot = AutoSnapshot.TURN
@@ -57,6 +77,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     auto_resume: bool = True
     on_stop: str = "adopt"
     auto_memory_bytes: int = 2 * 1024**3
+    retention: Retention | None = Retention()
 
 
 class Session(msgspec.Struct, frozen=True):

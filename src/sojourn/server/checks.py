@@ -10,7 +10,7 @@ import math
 import re
 
 from sojourn.errors import InvalidRequest, PathInvalid, TooLarge
-from sojourn.model import Limits, Policy
+from sojourn.model import Limits, Policy, Retention
 from sojourn.wire.api import CodeRequest, ExecRequest, SpawnRequest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -22,6 +22,7 @@ MAX_OUTPUT = 64 * 1024 * 1024
 MAX_TIMEOUT = 7 * 86400.0
 MIN_KEEP, MAX_KEEP = 4096, 256 * 1024 * 1024
 MAX_SIDE = 10_000
+MAX_KEPT = 100_000
 
 
 def check_name(name: str) -> str:
@@ -71,7 +72,25 @@ def check_policy(policy: Policy) -> Policy:
         raise InvalidRequest(
             "policy.auto_memory_bytes is negative", field="policy.auto_memory_bytes"
         )
+    if policy.retention is not None:
+        _check_retention(policy.retention)
     return policy
+
+
+def _check_retention(retention: Retention) -> None:
+    seconds = retention.keep_all_for
+    if not (math.isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
+        raise InvalidRequest(
+            f"policy.retention.keep_all_for must be a number of seconds, not {seconds}",
+            field="policy.retention.keep_all_for",
+        )
+    for field in ("keep_last", "hourly", "daily", "weekly"):
+        count = getattr(retention, field)
+        if not 0 <= count <= MAX_KEPT:
+            raise InvalidRequest(
+                f"policy.retention.{field} must be between 0 and {MAX_KEPT}, not {count}",
+                field=f"policy.retention.{field}",
+            )
 
 
 def check_map(field: str, values: dict[str, str], *, env: bool) -> dict[str, str]:

@@ -185,6 +185,7 @@ def delete_snapshot(connection: sqlite3.Connection, item: writes.DeleteSnapshot)
             snapshot=item.id,
             **{f"needed_by_{kind}": user},
         )
+    run(connection, "pass_children_on", {"id": item.id})
     return connection.execute(QUERIES["delete_snapshot"], {"id": item.id}).rowcount > 0
 
 

@@ -223,6 +223,10 @@ class SqliteDatabase(Accounts, DurabilityRows):
         rows = await self._reader.select("removable_snapshots", {})
         return [SNAPSHOTS.read(row) for row in rows]
 
+    async def anchored_snapshots(self, session: str) -> set[str]:
+        rows = await self._reader.select("anchored_snapshots", {"session": session})
+        return {row[0] for row in rows}
+
     async def references(self) -> References:
         def work(connection: sqlite3.Connection) -> References:
             # One transaction, so that both lists are of one instant.
