@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import (
+    ArchiveInvalid,
     CaptureFailed,
     CaptureRefused,
     CommandNotStarted,
@@ -27,6 +28,7 @@ from sojourn.errors import (
     InvalidRequest,
     NameTaken,
     NotFound,
+    ObjectMissing,
     OperationNotFound,
     OutputTruncated,
     PathInvalid,
@@ -40,6 +42,9 @@ from sojourn.errors import (
     SojournError,
     StaleEpoch,
     StorageFull,
+    StoreKeyInvalid,
+    StoreRefused,
+    StoreUnreachable,
     TooLarge,
     Unauthenticated,
     UnknownTemplate,
@@ -65,9 +70,11 @@ if TYPE_CHECKING:
     from sojourn.wire.api import (
         ChangeInfo,
         DiffInfo,
+        DurabilityInfo,
         EventInfo,
         FileChange,
         FileInfo,
+        ObjectStoreInfo,
         OperationInfo,
         ProcessInfo,
         SessionInfo,
@@ -96,9 +103,11 @@ _LAZY = {
     "sojourn.wire.api": (
         "ChangeInfo",
         "DiffInfo",
+        "DurabilityInfo",
         "EventInfo",
         "FileChange",
         "FileInfo",
+        "ObjectStoreInfo",
         "OperationInfo",
         "ProcessInfo",
         "SessionInfo",
@@ -114,6 +123,7 @@ _LAZY = {
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
 
 __all__ = [
+    "ArchiveInvalid",
     "AsyncFiles",
     "AsyncProcess",
     "AsyncSession",
@@ -127,6 +137,7 @@ __all__ = [
     "Conflict",
     "DiffInfo",
     "DiskQuotaExceeded",
+    "DurabilityInfo",
     "EventInfo",
     "ExecResult",
     "FileChange",
@@ -143,6 +154,8 @@ __all__ = [
     "Limits",
     "NameTaken",
     "NotFound",
+    "ObjectMissing",
+    "ObjectStoreInfo",
     "OperationInfo",
     "OperationNotFound",
     "Output",
@@ -167,6 +180,9 @@ __all__ = [
     "StaleEpoch",
     "StatusInfo",
     "StorageFull",
+    "StoreKeyInvalid",
+    "StoreRefused",
+    "StoreUnreachable",
     "TemplateInfo",
     "TokenInfo",
     "TooLarge",

@@ -22,7 +22,7 @@ TREE = Path(__file__).parents[2]
 
 def locked() -> dict[str, str]:
     text = (TREE / "requirements.lock").read_text()
-    return dict(re.findall(r"^([a-z0-9.-]+)==([^ ;\\]+)", text, re.MULTILINE))
+    return dict(re.findall(r"^([a-z0-9._-]+)==([^ ;\\]+)", text, re.MULTILINE))
 
 
 def wanted() -> list[Requirement]:

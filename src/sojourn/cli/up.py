@@ -25,18 +25,46 @@ import click
     help="HOST:PORT; port 0 takes a free one.",
 )
 @click.option(
+    "--store",
+    "store_url",
+    envvar="SOJOURN_STORE",
+    help="Object store of snapshots: a directory, file:///DIR, s3://BUCKET/PREFIX, or none."
+    " [SOJOURN_STORE; else `objects` in the data directory]",
+)
+@click.option(
+    "--store-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File with the secret that encrypts a new object store and opens an encrypted one."
+    " [SOJOURN_STORE_KEY_FILE, or the secret itself in SOJOURN_STORE_KEY]",
+)
+@click.option(
+    "--cache-bytes",
+    type=click.IntRange(min=0),
+    envvar="SOJOURN_CACHE_BYTES",
+    help="Most the node's own store takes; what is durable and unused goes first. [no limit]",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
     show_default=True,
     help="What is logged on standard error.",
 )
-def command(data: Path | None, listen: str, log_level: str) -> None:
+def command(
+    data: Path | None,
+    listen: str,
+    store_url: str | None,
+    store_key_file: Path | None,
+    cache_bytes: int | None,
+    log_level: str,
+) -> None:
     import logging
     import sys
 
+    from sojourn.cli.stores import store_location, store_secret
     from sojourn.model.paths import data_directory
     from sojourn.server.app import run
+    from sojourn.server.replication import StoreSettings
     from sojourn.server.service_factory import open_service
 
     logging.basicConfig(
@@ -46,4 +74,9 @@ def command(data: Path | None, listen: str, log_level: str) -> None:
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     place = (data or data_directory()).absolute()
-    run(lambda: open_service(place), data=place, address=listen)
+    settings = StoreSettings(
+        url=store_location(store_url, place),
+        secret=store_secret(store_key_file),
+        cache_bytes=cache_bytes,
+    )
+    run(lambda: open_service(place, settings), data=place, address=listen)

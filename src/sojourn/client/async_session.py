@@ -17,7 +17,14 @@ from sojourn.client.core_commands import Command, ExecResult
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.listings import Listing
 from sojourn.errors import SojournError
-from sojourn.wire.api import DiffInfo, EventInfo, SessionInfo, SnapshotInfo, VerifyReport
+from sojourn.wire.api import (
+    DiffInfo,
+    DurabilityInfo,
+    EventInfo,
+    SessionInfo,
+    SnapshotInfo,
+    VerifyReport,
+)
 from sojourn.wire.code import CodeResult
 
 
@@ -225,12 +232,16 @@ class AsyncSession:
 
     # -- history
 
-    async def snapshot(self, label: str | None = None, *, memory: bool = True) -> SnapshotInfo:
-        """Take a snapshot; the session runs on. Without `memory` files only.
+    async def snapshot(
+        self, label: str | None = None, *, memory: bool = True, wait: str | None = None
+    ) -> SnapshotInfo:
+        """Take a snapshot; the session runs on. Without `memory` files only. It survives a crash
+        of this node when it returns, with `wait="durable"` also the loss of the node.
 
-        Raises CaptureRefused (UnlinkedOpenFile), CaptureFailed, StorageFull."""
+        Raises CaptureRefused (UnlinkedOpenFile), CaptureFailed, StorageFull; StoreUnreachable when
+        the object store does not have it in time (the node has it)."""
         found = await self._transport.run(
-            core_sessions.snapshot(self.id, label=label, memory=memory)
+            core_sessions.snapshot(self.id, label=label, memory=memory, wait=wait)
         )
         self.info = msgspec.structs.replace(self.info, head=found.id)
         return found
@@ -336,17 +347,31 @@ class AsyncSession:
 
     # -- verbs
 
-    async def pause(self) -> AsyncSession:
-        """Freeze it in memory. Raises WrongState, Unsupported."""
-        self.info = await self._transport.run(core_sessions.simple_verb(self.id, "pause"))
+    async def pause(self, *, wait: str | None = None) -> AsyncSession:
+        """Freeze it in memory. With `wait="durable"` what is frozen is also put in the
+        object store.
+
+        Raises WrongState, Unsupported, StoreUnreachable."""
+        self.info = await self._transport.run(core_sessions.simple_verb(self.id, "pause", wait))
         return self
 
-    async def suspend(self, *, memory: bool = True) -> AsyncSession:
+    async def suspend(self, *, memory: bool = True, wait: str | None = None) -> AsyncSession:
         """Put it away: a snapshot, then no memory is used. Without `memory` processes end.
+        With `wait="durable"` it returns when the object store has it.
 
-        Raises CaptureRefused (UnlinkedOpenFile), CaptureFailed, StorageFull."""
-        self.info = await self._transport.run(core_sessions.suspend(self.id, memory))
+        Raises CaptureRefused (UnlinkedOpenFile), CaptureFailed, StorageFull, StoreUnreachable."""
+        self.info = await self._transport.run(core_sessions.suspend(self.id, memory, wait))
         return self
+
+    async def durability(
+        self, *, wait: float = 0.0, snapshot: str | SnapshotInfo | None = None
+    ) -> DurabilityInfo:
+        """How far it is in the object store; waits up to `wait` seconds until its head, or another
+        snapshot, is there. Raises StoreUnreachable when it is not in time, Unsupported."""
+        name = None if snapshot is None else core_sessions.snapshot_name(snapshot)
+        return await self._transport.run(
+            core_sessions.durability(self.id, wait=wait, snapshot=name)
+        )
 
     async def resume(self) -> AsyncSession:
         """Let it run again. Raises ResumeFailed."""

@@ -34,6 +34,8 @@ T = TypeVar("T")
 ANSWER_SECONDS = 60.0
 """How long an answer may take that the server gives at once."""
 WAIT_SECONDS = 60.0
+DURABLE = "durable"
+DURABLE_SECONDS = 1300.0  # the server waits up to 600 s for the operation, then for the store
 """How long the server is asked to wait in one request."""
 RETRY_DELAYS = (0.05, 0.2, 0.5)
 
@@ -256,16 +258,25 @@ def new_key() -> str:
 
 
 def verb(
-    method: bytes, path: str, value: Any = None, *, key: str | None = None
+    method: bytes,
+    path: str,
+    value: Any = None,
+    *,
+    key: str | None = None,
+    wait: str | None = None,
 ) -> Plan[OperationInfo | None]:
-    """Do a verb and wait for its end, however long that takes. None for one that answers nothing.
+    """Do a verb and wait for its end, however long that takes; `wait` "durable" waits for the
+    object store, too. None for one that answers nothing.
 
     Raises the operation's error when it failed."""
+    if wait not in (None, DURABLE):
+        raise InvalidRequest(f'wait is {wait!r}: give "durable" or nothing', field="wait")
     headers = ((b"idempotency-key", (key or new_key()).encode()), JSON_TYPE)
     content = b"" if value is None else json_body(value)
-    target = f"{path}?wait={WAIT_SECONDS:g}"
+    seconds = DURABLE_SECONDS if wait else WAIT_SECONDS
+    target = f"{path}?wait={wait or f'{WAIT_SECONDS:g}'}"
     response = yield Request(
-        method, target, headers, content, ANSWER_SECONDS + WAIT_SECONDS, repeatable=True
+        method, target, headers, content, ANSWER_SECONDS + seconds, repeatable=True
     )
     if response.status == 204:
         return None
@@ -284,10 +295,16 @@ def verb(
 
 
 def verb_result(
-    kind: Any, method: bytes, path: str, value: Any = None, *, key: str | None = None
+    kind: Any,
+    method: bytes,
+    path: str,
+    value: Any = None,
+    *,
+    key: str | None = None,
+    wait: str | None = None,
 ) -> Plan[Any]:
     """Do a verb and give its operation's result as a type."""
-    operation = yield from verb(method, path, value, key=key)
+    operation = yield from verb(method, path, value, key=key, wait=wait)
     try:
         return msgspec.convert(operation.result if operation else None, kind)
     except msgspec.ValidationError as error:

@@ -29,6 +29,7 @@ from sojourn.wire.api import (
     CreateSession,
     CreateToken,
     DiffInfo,
+    DurabilityInfo,
     EventInfo,
     ForkRequest,
     HealthInfo,
@@ -155,16 +156,30 @@ def keep_alive(ref: str, seconds: float) -> Plan[SessionInfo]:
     return info
 
 
-def simple_verb(ref: str, name: str) -> Plan[SessionInfo]:
+def simple_verb(ref: str, name: str, wait: str | None = None) -> Plan[SessionInfo]:
     """Pause, resume or promote."""
-    info: SessionInfo = yield from verb_result(SessionInfo, b"POST", f"{session_path(ref)}/{name}")
+    path = f"{session_path(ref)}/{name}"
+    info: SessionInfo = yield from verb_result(SessionInfo, b"POST", path, wait=wait)
     return info
 
 
-def suspend(ref: str, memory: bool) -> Plan[SessionInfo]:
+def suspend(ref: str, memory: bool, wait: str | None) -> Plan[SessionInfo]:
     """Put the session away."""
     path, body = f"{session_path(ref)}/suspend", SuspendRequest(memory=memory)
-    info: SessionInfo = yield from verb_result(SessionInfo, b"POST", path, body)
+    info: SessionInfo = yield from verb_result(SessionInfo, b"POST", path, body, wait=wait)
+    return info
+
+
+def durability(ref: str, *, wait: float, snapshot: str | None) -> Plan[DurabilityInfo]:
+    """How far the session is in the object store."""
+    query = query_text({"wait": wait, "snapshot": snapshot})
+    response = yield Request(
+        b"GET",
+        f"{session_path(ref)}/durability{query}",
+        timeout=ANSWER_SECONDS + wait,
+        repeatable=True,
+    )
+    info: DurabilityInfo = decode(response, DurabilityInfo)
     return info
 
 
@@ -213,11 +228,11 @@ def snapshot_name(snapshot: str | SnapshotInfo) -> str:
     return snapshot.id if isinstance(snapshot, SnapshotInfo) else snapshot
 
 
-def snapshot(ref: str, *, label: str | None, memory: bool) -> Plan[SnapshotInfo]:
+def snapshot(ref: str, *, label: str | None, memory: bool, wait: str | None) -> Plan[SnapshotInfo]:
     """Take a snapshot."""
     path = f"{session_path(ref)}/snapshots"
     body = SnapshotRequest(label=label, memory=memory)
-    info: SnapshotInfo = yield from verb_result(SnapshotInfo, b"POST", path, body)
+    info: SnapshotInfo = yield from verb_result(SnapshotInfo, b"POST", path, body, wait=wait)
     return info
 
 

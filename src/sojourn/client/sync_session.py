@@ -16,7 +16,14 @@ from sojourn.client.sync_files import Files
 from sojourn.client.sync_process import Process
 from sojourn.client.transport import Transport, content_of
 from sojourn.errors import SojournError
-from sojourn.wire.api import DiffInfo, EventInfo, SessionInfo, SnapshotInfo, VerifyReport
+from sojourn.wire.api import (
+    DiffInfo,
+    DurabilityInfo,
+    EventInfo,
+    SessionInfo,
+    SnapshotInfo,
+    VerifyReport,
+)
 from sojourn.wire.code import CodeResult
 
 
@@ -222,11 +229,17 @@ class Session:
 
     # -- history
 
-    def snapshot(self, label: str | None = None, *, memory: bool = True) -> SnapshotInfo:
-        """Take a snapshot; the session runs on. Without `memory` files only.
+    def snapshot(
+        self, label: str | None = None, *, memory: bool = True, wait: str | None = None
+    ) -> SnapshotInfo:
+        """Take a snapshot; the session runs on. Without `memory` files only. It survives a crash
+        of this node when it returns, with `wait="durable"` also the loss of the node.
 
-        Raises CaptureRefused (UnlinkedOpenFile), CaptureFailed, StorageFull."""
-        found = self._transport.run(core_sessions.snapshot(self.id, label=label, memory=memory))
+        Raises CaptureRefused (UnlinkedOpenFile), CaptureFailed, StorageFull; StoreUnreachable when
+        the object store does not have it in time (the node has it)."""
+        found = self._transport.run(
+            core_sessions.snapshot(self.id, label=label, memory=memory, wait=wait)
+        )
         self.info = msgspec.structs.replace(self.info, head=found.id)
         return found
 
@@ -331,17 +344,29 @@ class Session:
 
     # -- verbs
 
-    def pause(self) -> Session:
-        """Freeze it in memory. Raises WrongState, Unsupported."""
-        self.info = self._transport.run(core_sessions.simple_verb(self.id, "pause"))
+    def pause(self, *, wait: str | None = None) -> Session:
+        """Freeze it in memory. With `wait="durable"` what is frozen is also put in the
+        object store.
+
+        Raises WrongState, Unsupported, StoreUnreachable."""
+        self.info = self._transport.run(core_sessions.simple_verb(self.id, "pause", wait))
         return self
 
-    def suspend(self, *, memory: bool = True) -> Session:
+    def suspend(self, *, memory: bool = True, wait: str | None = None) -> Session:
         """Put it away: a snapshot, then no memory is used. Without `memory` processes end.
+        With `wait="durable"` it returns when the object store has it.
 
-        Raises CaptureRefused (UnlinkedOpenFile), CaptureFailed, StorageFull."""
-        self.info = self._transport.run(core_sessions.suspend(self.id, memory))
+        Raises CaptureRefused (UnlinkedOpenFile), CaptureFailed, StorageFull, StoreUnreachable."""
+        self.info = self._transport.run(core_sessions.suspend(self.id, memory, wait))
         return self
+
+    def durability(
+        self, *, wait: float = 0.0, snapshot: str | SnapshotInfo | None = None
+    ) -> DurabilityInfo:
+        """How far it is in the object store; waits up to `wait` seconds until its head, or another
+        snapshot, is there. Raises StoreUnreachable when it is not in time, Unsupported."""
+        name = None if snapshot is None else core_sessions.snapshot_name(snapshot)
+        return self._transport.run(core_sessions.durability(self.id, wait=wait, snapshot=name))
 
     def resume(self) -> Session:
         """Let it run again. Raises ResumeFailed."""

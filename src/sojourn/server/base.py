@@ -19,6 +19,7 @@ from sojourn.wire.api import (
     CodeRequest,
     CreateSession,
     DiffInfo,
+    DurabilityInfo,
     EventInfo,
     ExecRequest,
     ExecResult,
@@ -104,6 +105,13 @@ class SessionService(Protocol):
     async def wait(self, who: Principal, operation: str, timeout: float) -> OperationInfo:
         """Returns the operation, finished or not after `timeout` seconds. Does not raise for a
         failed operation: its `error` tells."""
+
+    async def durable(
+        self, who: Principal, ref: str, snapshot: str | None, timeout: float
+    ) -> DurabilityInfo:
+        """Wait until the head (or another snapshot of the tree) is in the object store; with 0
+        only look. Raises SnapshotNotFound, Unsupported, and StoreUnreachable when it is not in
+        time."""
 
     # -- history
     async def history(self, who: Principal, ref: str) -> builtins.list[SnapshotInfo]: ...

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +14,10 @@ from sojourn.errors import UnknownTemplate, WrongState
 from sojourn.model import LayerRef, Session
 from sojourn.node.agent import NodeAgent
 from sojourn.node.sandboxes import Sandbox
+from sojourn.server.guards import StoreGuard
 from sojourn.server.registry import ActiveSession, Registry
+from sojourn.server.replication import Replicator
+from sojourn.server.sources import RepositorySource
 from sojourn.store.base import Store
 
 
@@ -25,36 +27,6 @@ class Template(msgspec.Struct, frozen=True):
     name: str
     layer: LayerRef
     created_at: float
-
-
-class StoreGuard:
-    """Keeps collection away from snapshots whose parts are published but not yet referred to."""
-
-    def __init__(self) -> None:
-        self._publishing = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._collecting = asyncio.Lock()
-
-    @contextlib.asynccontextmanager
-    async def publishing(self) -> AsyncIterator[None]:
-        """Around everything from the first published part to the committed reference."""
-        async with self._collecting:
-            self._publishing += 1
-            self._idle.clear()
-        try:
-            yield
-        finally:
-            self._publishing -= 1
-            if self._publishing == 0:
-                self._idle.set()
-
-    @contextlib.asynccontextmanager
-    async def collecting(self) -> AsyncIterator[None]:
-        """Around a collection: begins when nothing is being published and holds newcomers off."""
-        async with self._collecting:
-            await self._idle.wait()
-            yield
 
 
 class Context:
@@ -68,14 +40,18 @@ class Context:
         agent: NodeAgent,
         templates: Sequence[Template],
         server: str,
+        replicator: Replicator,
+        source: RepositorySource,
     ) -> None:
         self.database = database
         self.store = store
         self.agent = agent
         self.templates = {template.name: template for template in templates}
         self.server = server
+        self.replicator = replicator
+        self.source = source
         self.node = "local"
-        self.registry = Registry(database)
+        self.registry = Registry(database, replicator.changed)
         self.guard = StoreGuard()
         self._chores: set[asyncio.Task[Any]] = set()
 

@@ -28,6 +28,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "str": {"type": "string"},
     "int": {"type": "integer"},
     "float": {"type": "number"},
+    "wait": {"oneOf": [{"type": "number"}, {"type": "string", "enum": ["durable"]}]},
     "bool": {"type": "boolean"},
     "octal": {"type": "string", "pattern": "^[0-7]{1,4}$"},
     "path": {"type": "string", "minLength": 1, "pattern": "^/"},

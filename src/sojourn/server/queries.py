@@ -20,13 +20,16 @@ _BAD_PERCENT = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _TRUE = frozenset({b"true", b"1", b"yes"})
 _FALSE = frozenset({b"false", b"0", b"no"})
 
+DURABLE = "durable"
+"""The value of a `wait` that waits for the object store, too."""
+
 MAX_PATH = 4096
 """Longest path in bytes, as in Linux."""
 
 
 class Query(msgspec.Struct, frozen=True):
-    """One declared query parameter. `kind` is str, int, float, bool, octal or path; a `many`
-    parameter may be repeated."""
+    """One declared query parameter. `kind` is str, int, float, wait (a float or `durable`), bool,
+    octal or path; a `many` parameter may be repeated."""
 
     kind: str
     about: str
@@ -85,7 +88,7 @@ def _convert(name: str, query: Query, value: bytes) -> Any:
         text = value.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"query parameter `{name}` is not UTF-8", field=name) from error
-    if query.kind == "str":
+    if query.kind == "str" or (query.kind == "wait" and text == DURABLE):
         return text
     try:
         number = _number(query.kind, text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from sojourn.database.base import Database
@@ -111,11 +111,12 @@ class Registry:
     """Sessions by id and by name, read through to the database.
 
     This server is the database's only writer of sessions (it holds the data directory's lock), so
-    a record it holds is the newest one.
+    a record it holds is the newest one. `changed` is told of every one committed.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, changed: Callable[[Session], None]) -> None:
         self._database = database
+        self._changed = changed
         self._by_id: dict[str, ActiveSession] = {}
         self._by_name: dict[tuple[str, str], str] = {}
 
@@ -146,6 +147,7 @@ class Registry:
         active = self.hold(session)
         old = active.session.name
         active.session = session
+        self._changed(session)
         if old is not None and old != session.name:
             self._by_name.pop((session.tenant, old), None)
         self._name(active)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from sojourn.database import open_database
@@ -27,7 +26,10 @@ from sojourn.node.isolation.base import Driver
 from sojourn.node.isolation.bubblewrap import BubblewrapDriver
 from sojourn.node.isolation.gvisor import GVisorDriver
 from sojourn.server.context import Context, Template
+from sojourn.server.data import data_lock
+from sojourn.server.replication import Replicator, StoreSettings
 from sojourn.server.sessions import Sessions
+from sojourn.server.sources import RepositorySource
 from sojourn.store.local import LocalStore
 
 log = logging.getLogger(__name__)
@@ -35,26 +37,6 @@ log = logging.getLogger(__name__)
 DEFAULT_TENANT = "default"
 # A stop waits so long for what runs in the background; the next server takes up what did not end.
 _SETTLE_SECONDS = 10.0
-
-
-@contextlib.contextmanager
-def data_lock(data: Path) -> Iterator[None]:
-    """Own a data directory; the kernel lets go of it when the process ends, however it ends.
-
-    Raises HostUnfit when another server owns it.
-    """
-    descriptor = os.open(data / "server.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise HostUnfit(
-                f"another server uses the data directory {data}",
-                next_step="Stop it, or give this one another directory (--data).",
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def make_drivers(data: Path) -> dict[str, Driver]:
@@ -88,10 +70,11 @@ def _templates(store: LocalStore) -> list[Template]:
 
 
 @contextlib.asynccontextmanager
-async def open_service(data: Path) -> AsyncIterator[Sessions]:
-    """A running session service over a data directory, which is made when it is new.
+async def open_service(data: Path, objects: StoreSettings | None = None) -> AsyncIterator[Sessions]:
+    """A running session service over a data directory, which is made when it is new. `objects` is
+    the object store that makes snapshots durable; None: snapshots stay on this disk only.
 
-    Raises HostUnfit, IntegrityError, StorageFull.
+    Raises HostUnfit, IntegrityError, StorageFull, StoreKeyInvalid, StoreRefused.
     """
     if os.geteuid() != 0:
         raise HostUnfit("the node agent must run as root", next_step="Run it as root.")
@@ -102,7 +85,12 @@ async def open_service(data: Path) -> AsyncIterator[Sessions]:
         database = await open_database(data / "sojourn.db")
         opened.push_async_callback(database.close)
         await _token(database, data)
-        store = await asyncio.to_thread(LocalStore, data / "store")
+        replicator = Replicator(database, objects or StoreSettings())
+        opened.push_async_callback(replicator.close)
+        await replicator.open()
+        source = RepositorySource(replicator.open_repository)
+        source.learn(await database.durable_objects())
+        store = await asyncio.to_thread(LocalStore, data / "store", source=source)
         templates = await asyncio.to_thread(_templates, store)
         drivers = await asyncio.to_thread(make_drivers, data)
         agent = NodeAgent(
@@ -121,7 +109,10 @@ async def open_service(data: Path) -> AsyncIterator[Sessions]:
             agent=agent,
             templates=templates,
             server=await database.server_id(),
+            replicator=replicator,
+            source=source,
         )
+        replicator.attach(store, source, context.guard, agent.in_use)
         # Also what a start that fails half-way has begun.
         opened.push_async_callback(context.settle, _SETTLE_SECONDS)
         service = Sessions(context)

@@ -59,15 +59,17 @@ from sojourn.server.snapshots import Snapshots
 from sojourn.server.timers import Timers
 from sojourn.server.turns import Turns
 from sojourn.server.verbs import Verbs
-from sojourn.server.views import session_info, snapshot_info
+from sojourn.server.views import durability_info, session_info, snapshot_info
 from sojourn.wire.api import (
     CodeRequest,
     CreateSession,
     DiffInfo,
+    DurabilityInfo,
     EventInfo,
     ExecRequest,
     ExecResult,
     ForkRequest,
+    ObjectStoreInfo,
     OperationInfo,
     SessionInfo,
     SessionPage,
@@ -131,6 +133,7 @@ class Sessions:
         reconciler = Reconciler(self._context, self._operations, self._placements, self._snapshots)
         await reconciler.recover()
         self._snapshots.collect_soon()
+        await self._context.replicator.start()
         self._timers.start()
 
     async def stop(self) -> None:
@@ -162,6 +165,7 @@ class Sessions:
                         )
                     )
         await self._turns.stop()
+        await self._context.replicator.stop()
 
     async def authenticate(self, token: str | None) -> Principal:
         """Who a token stands for. Raises Unauthenticated."""
@@ -481,4 +485,43 @@ class Sessions:
             sandboxes=context.agent.count,
             disk_free_bytes=usage.free,
             store_bytes=await asyncio.to_thread(allocated_bytes, context.store.root),
+            objects=await self._objects(tenant),
         )
+
+    async def _objects(self, tenant: str | None) -> ObjectStoreInfo | None:
+        replicator = self._context.replicator
+        if replicator.settings.url is None:
+            return None
+        status = await replicator.status()
+        now = time.time()
+        behind = [
+            durability_info(one, now)
+            for one in await self._context.database.durability(tenant)
+            if one.waiting
+        ]
+        return ObjectStoreInfo(
+            # The operator's business, as are other tenants' sessions.
+            url=(status.url or "") if tenant is None else "",
+            waiting=sum(one.waiting for one in behind),
+            lag=max((one.lag for one in behind), default=0.0),
+            sent_bytes=status.sent_bytes if tenant is None else 0,
+            error=status.error if tenant is None else status.error and "the store is behind",
+            sessions=behind,
+        )
+
+    async def durable(
+        self, who: Principal, ref: str, snapshot: str | None, timeout: float
+    ) -> DurabilityInfo:
+        """Wait until a session's head (or another of its snapshots) is in the object store; 0
+        seconds only look. Raises StoreUnreachable when it is not in time."""
+        active = await self._context.registry.find(who.tenant, ref)
+        await self._turns.settle(active)
+        name = snapshot if snapshot is not None else active.session.head
+        if timeout > 0 and name is not None:
+            record = await self._snapshots.resolve(active.session, name)
+            await self._context.replicator.durable(record.id, timeout)
+        now = time.time()
+        for found in await self._context.database.durability(active.session.tenant):
+            if found.session == active.id:
+                return durability_info(found, now)
+        return DurabilityInfo(active.id, active.session.head, False, 0, 0.0, None)

@@ -38,6 +38,7 @@ from sojourn.node import captures
 from sojourn.node.isolation.base import Capability
 from sojourn.server.context import Context
 from sojourn.server.registry import ActiveSession
+from sojourn.server.retentions import Retentions
 from sojourn.store.fingerprints import fingerprint
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Snapshots:
         self._collecting: asyncio.Task[Any] | None = None
         self._collect_again = False
         self.behind = False  # whether the last collection could not remove all it wanted
+        self.retentions = Retentions(context, self.collect_soon)
 
     # -- make -------------------------------------------------------------------------------
 
@@ -182,7 +184,7 @@ class Snapshots:
             await self.make_head(active, record, event)
             faultpoints.reach("auto.commit")
         if taking.kind is SnapshotKind.AUTO:
-            self._context.soon(self.thin(active), f"thin {active.id}")
+            self._context.soon(self._trim(active), f"thin {active.id}")
         return snapshot
 
     async def take(self, active: ActiveSession, kind: SnapshotKind, *, actor: str) -> Snapshot:
@@ -342,6 +344,11 @@ class Snapshots:
 
     # -- thin and remove --------------------------------------------------------------------
 
+    async def _trim(self, active: ActiveSession) -> None:
+        """What the policy says about the history, after an automatic snapshot."""
+        await self.retentions.after_snapshot(active)
+        await self.thin(active)
+
     async def thin(self, active: ActiveSession) -> None:
         """Drop memory images of the oldest automatic snapshots beyond the policy's bytes."""
         session = active.session
@@ -399,7 +406,7 @@ class Snapshots:
     async def collect(self) -> int:
         """Remove rows, manifests, layers and images that nothing refers to; the bytes freed."""
         context = self._context
-        removed = 1
+        removed, any_removed = 1, False
         while removed:
             removed = 0
             for record in await context.database.removable_snapshots():
@@ -413,6 +420,10 @@ class Snapshots:
                 await asyncio.to_thread(context.store.delete_snapshot, record.id)
                 faultpoints.reach("collect.manifest")
                 removed += 1
+                any_removed = True
+        if any_removed:
+            context.replicator.removed()
+            context.source.forget(await context.database.durable_objects())
         async with context.guard.collecting():
             references = await context.database.references()
             live = references.layers | references.images | context.agent.in_use()

@@ -28,6 +28,7 @@ _DEADLINE_SECONDS = 0.5
 _WATCH_SECONDS = 1.0
 _TIDY_SECONDS = 30.0
 _PRUNE_SECONDS = 600.0
+_RETAIN_SECONDS = 300.0
 _RETRY_FIRST, _RETRY_MOST = 5.0, 300.0
 
 
@@ -57,6 +58,7 @@ class Timers:
             (_WATCH_SECONDS, self.watch),
             (_TIDY_SECONDS, self._tidy),
             (_PRUNE_SECONDS, self._prune),
+            (_RETAIN_SECONDS, self._snapshots.retentions.round),
         ):
             self._tasks.append(asyncio.create_task(self._repeat(every, work)))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from sojourn.database.records import Event, Operation, SnapshotRecord
+from sojourn.database.records import Durability, Event, Operation, SnapshotRecord
 from sojourn.errors import ErrorBody
 from sojourn.model import Session
 from sojourn.store.base import Change
 from sojourn.wire.api import (
     ChangeInfo,
+    DurabilityInfo,
     EventInfo,
     OperationInfo,
     SessionInfo,
@@ -65,6 +66,19 @@ def snapshot_info(record: SnapshotRecord, head: str | None) -> SnapshotInfo:
         memory_bytes=record.memory_bytes,
         layer_bytes=record.layer_bytes,
         current=record.id == head,
+        durable_at=record.durable_at,
+    )
+
+
+def durability_info(found: Durability, now: float) -> DurabilityInfo:
+    """How far a session is in the object store, as the API shows it."""
+    return DurabilityInfo(
+        session=found.session,
+        head=found.head,
+        head_durable=found.head_durable,
+        waiting=found.waiting,
+        lag=0.0 if found.oldest_waiting is None else max(0.0, now - found.oldest_waiting),
+        durable_head_at=found.durable_head_at,
     )
 
 

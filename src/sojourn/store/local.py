@@ -142,6 +142,10 @@ class LocalStore:
         """Directory to use as overlay lower directory. Raises IntegrityError when missing."""
         return self._layers.get(layer).tree
 
+    def manifest(self, layer: str) -> Manifest:
+        """A layer's canonical entries. Raises IntegrityError when it is missing."""
+        return self._layers.get(layer).manifest
+
     def adopt_template(self, tree: Path, name: str) -> LayerRef:
         """Register an immutable external tree as a layer without copying it."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", name):

@@ -130,6 +130,23 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     memory_bytes: int
     layer_bytes: int
     current: bool
+    durable_at: float | None = None
+
+
+class DurabilityInfo(msgspec.Struct, frozen=True):
+    """How far a session is in the object store.
+
+    `waiting` snapshots are not there yet, the oldest of them for `lag` seconds.
+    `durable_head_at` is when the newest on the head's line that is there was taken: what the loss
+    of this node would take the session back to.
+    """
+
+    session: str
+    head: str | None
+    head_durable: bool
+    waiting: int
+    lag: float
+    durable_head_at: float | None
 
 
 class ChangeInfo(msgspec.Struct, frozen=True):
@@ -369,6 +386,18 @@ class TokenInfo(msgspec.Struct, frozen=True):
     token: str | None = None
 
 
+class ObjectStoreInfo(msgspec.Struct, frozen=True):
+    """Where snapshots become durable and how far behind that is: `waiting` snapshots, the oldest
+    for `lag` seconds; `error` is what holds it up. `sessions` lists those that wait."""
+
+    url: str
+    waiting: int
+    lag: float
+    sent_bytes: int
+    error: str | None
+    sessions: list[DurabilityInfo]
+
+
 class StatusInfo(msgspec.Struct, frozen=True):
     """The server at a glance."""
 
@@ -379,6 +408,7 @@ class StatusInfo(msgspec.Struct, frozen=True):
     sandboxes: int
     disk_free_bytes: int
     store_bytes: int
+    objects: ObjectStoreInfo | None = None
 
 
 class HealthInfo(msgspec.Struct, frozen=True):

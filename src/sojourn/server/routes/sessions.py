@@ -17,6 +17,7 @@ from sojourn.errors import (
     SessionNotFound,
     SnapshotNotFound,
     StorageFull,
+    StoreUnreachable,
     UnknownTemplate,
     UnlinkedOpenFile,
     Unsupported,
@@ -24,10 +25,17 @@ from sojourn.errors import (
 )
 from sojourn.server.answers import json_answer
 from sojourn.server.endpoints import Call, Endpoint, endpoint
-from sojourn.server.queries import Query
-from sojourn.server.routes.verbs import VERB_QUERY, verb_answer, verb_answers
+from sojourn.server.queries import DURABLE, Query
+from sojourn.server.routes.verbs import (
+    FINISHED,
+    LONGEST_WAIT,
+    VERB_QUERY,
+    verb_answer,
+    verb_answers,
+)
 from sojourn.wire.api import (
     CreateSession,
+    DurabilityInfo,
     ForkRequest,
     KeepAlive,
     PromoteRequest,
@@ -35,6 +43,7 @@ from sojourn.wire.api import (
     SessionInfo,
     SessionPage,
     SnapshotInfo,
+    SnapshotRequest,
     SuspendRequest,
     TurnInfo,
     TurnRequest,
@@ -160,7 +169,42 @@ async def keep_alive(call: Call, body: KeepAlive) -> ASGIApp:
     errors=(*_VERB_ERRORS, Unsupported),
 )
 async def pause(call: Call) -> ASGIApp:
-    return await verb_answer(call, await call.service.pause(call.who, call.ref, call.key))
+    operation = await call.service.pause(call.who, call.ref, call.key)
+    if call.query["wait"] == DURABLE and operation.state not in FINISHED:
+        operation = await call.service.wait(call.who, operation.id, LONGEST_WAIT)
+    if call.query["wait"] == DURABLE and operation.state == "succeeded":
+        # What is frozen now is what has to be safe: a pause by itself takes no snapshot.
+        key = f"{call.key}/durable" if call.key else None
+        taken = await call.service.snapshot(call.who, call.ref, SnapshotRequest(), key)
+        taken = await call.service.wait(call.who, taken.id, LONGEST_WAIT)
+        if taken.state == "failed":
+            return await verb_answer(call, taken)
+    return await verb_answer(call, operation)
+
+
+@endpoint(
+    "GET",
+    "/v1/sessions/{ref}/durability",
+    "Tell how far a session is in the object store, or wait until it is there",
+    answers={200: DurabilityInfo},
+    query={
+        "wait": Query(
+            "float",
+            "Seconds to wait until it is durable; 0 only looks.",
+            default=0,
+            low=0,
+            high=600,
+        ),
+        "snapshot": Query("str", "A snapshot of its tree by id or label; else its head."),
+    },
+    errors=(SessionNotFound, SnapshotNotFound, Unsupported, StoreUnreachable),
+)
+async def durability(call: Call) -> ASGIApp:
+    with call.shutdown.cancellable():
+        found = await call.service.durable(
+            call.who, call.ref, call.query["snapshot"], call.query["wait"]
+        )
+    return json_answer(found)
 
 
 @endpoint(
@@ -270,6 +314,7 @@ ENDPOINTS: list[Endpoint] = [
     update,
     delete,
     keep_alive,
+    durability,
     pause,
     suspend,
     resume,

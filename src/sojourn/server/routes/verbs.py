@@ -2,7 +2,8 @@
 
 Guarantee: a verb's answer says how the operation ended when that was within `wait` seconds, and
 names the operation otherwise (202), so that a client can go on asking; a failed operation answers
-with its error's status and body, `details.operation` naming it.
+with its error's status and body, `details.operation` naming it. With `wait=durable` success also
+means that the object store has the session's head.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ import msgspec
 from sojourn.errors import ErrorBody, Interrupted, SojournError, from_body
 from sojourn.server.answers import Answer, empty_answer, error_answer, json_answer
 from sojourn.server.endpoints import Call
-from sojourn.server.queries import Query
+from sojourn.server.queries import DURABLE, Query
 from sojourn.wire.api import OperationInfo
 
 WAIT = Query(
-    "float",
-    "Seconds to wait for the operation before answering 202.",
+    "wait",
+    "Seconds to wait for the operation before answering 202; `durable` waits until it is done and"
+    " the session's newest snapshot is in the object store.",
     default=120.0,
     low=0,
     high=600,
 )
 VERB_QUERY = {"wait": WAIT}
 
+LONGEST_WAIT = 600.0
 FINISHED = frozenset({"succeeded", "failed"})
 
 
@@ -38,7 +41,8 @@ def operation_error(operation: OperationInfo) -> SojournError:
 
 async def verb_answer(call: Call, operation: OperationInfo, done: int = 200) -> Answer:
     """Wait for the operation and answer."""
-    wait: float = call.query["wait"]
+    durable = call.query["wait"] == DURABLE
+    wait: float = LONGEST_WAIT if durable else call.query["wait"]
     if operation.state not in FINISHED and wait > 0:
         try:
             with call.shutdown.cancellable():
@@ -49,6 +53,9 @@ async def verb_answer(call: Call, operation: OperationInfo, done: int = 200) -> 
         return error_answer(operation_error(operation))
     if operation.state != "succeeded":
         return json_answer(operation, 202)
+    if durable and done != 204:
+        with call.shutdown.cancellable():
+            await call.service.durable(call.who, operation.session, None, LONGEST_WAIT)
     return empty_answer() if done == 204 else json_answer(operation, done)
 
 

@@ -1,0 +1,283 @@
+"""One object store, opened: pushing snapshots into it and reading them back.
+
+Guarantee: `push` returns only when everything a snapshot needs is acknowledged by the store and no
+collection under way can take it; it may be cut off anywhere and called again, and sends again
+nothing that the store's indexes know. Reading verifies everything against the ids it asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sojourn.errors import (
+    Conflict,
+    IntegrityError,
+    Interrupted,
+    ObjectMissing,
+    SnapshotNotFound,
+    StaleEpoch,
+)
+from sojourn.model.snapshots import MemoryRef, Snapshot
+from sojourn.repository import config
+from sojourn.repository.backends.base import Backend, ObjectInfo
+from sojourn.repository.backends.opening import open_backend
+from sojourn.repository.config import Config
+from sojourn.repository.domains import Domain
+from sojourn.repository.keys import Keyring
+from sojourn.repository.pushes import Copies, Push, Watch
+from sojourn.repository.session_records import (
+    SESSION,
+    SNAPSHOT,
+    TENANT,
+    SessionRecord,
+    TenantRecord,
+    decode_session,
+    decode_snapshot,
+    decode_tenant,
+)
+from sojourn.repository.uploads import adopt_unindexed
+from sojourn.store.manifests import Manifest
+
+SHARED = "shared"
+TENANTS = "tenants"
+_TRIES = 10
+
+
+class Repository:
+    """An opened repository. Methods may be called from many threads."""
+
+    def __init__(self, backend: Backend, settings: Config, keyring: Keyring) -> None:
+        self.backend = _Interruptible(backend)
+        self.config = settings
+        self._keyring = keyring
+        self._domains: dict[str, Domain] = {}
+        self._watches: dict[str, Watch] = {}
+        self._pushing = threading.Lock()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        secret: bytes | None = None,
+        *,
+        create: bool = False,
+        options: Mapping[str, str] | None = None,
+    ) -> Repository:
+        """Open the repository at a URL; with `create` it is made where there is none.
+
+        Raises ObjectMissing (there is none), StoreKeyInvalid, StoreUnreachable, StoreRefused.
+        """
+        backend = open_backend(url, options=options)
+        try:
+            if create:
+                settings, keyring = config.create(backend, secret)
+            else:
+                settings, keyring = config.open_existing(backend, secret)
+        except BaseException:
+            backend.close()
+            raise
+        return cls(backend, settings, keyring)
+
+    @property
+    def url(self) -> str:
+        """Where it is, without credentials."""
+        return self.backend.url
+
+    def interrupt(self) -> None:
+        """Let everything under way and to come end with Interrupted, at its next request."""
+        self.backend.interrupted = True
+
+    def close(self) -> None:
+        """Let go of the store. Idempotent."""
+        self.backend.close()
+
+    def domain(self, name: str) -> Domain:
+        """One domain: a tenant's, or `SHARED`."""
+        with self._lock:
+            found = self._domains.get(name)
+            if found is None:
+                found = self._domains[name] = Domain(self.backend, self._keyring.domain(name))
+            return found
+
+    # -- out --------------------------------------------------------------------------------
+
+    def push(
+        self, tenant: str, snapshot: Snapshot, copies: Copies, parent: Snapshot | None = None
+    ) -> int:
+        """Make a snapshot durable; answers the bytes sent. `parent` is one whose memory image is
+        likely to share pages.
+
+        Raises IntegrityError (what lies on this node is not what was sealed), StoreUnreachable,
+        StorageFull, Interrupted; the store then lacks the snapshot and nothing older is touched.
+        """
+        with self._pushing:
+            return Push(self._watch(tenant), self._watch(SHARED), copies, parent).send(snapshot)
+
+    def _watch(self, name: str) -> Watch:
+        watch = self._watches.get(name)
+        if watch is None:
+            domain = self.domain(name)
+            # Once per process: take up what an upload that was cut off had sent.
+            adopt_unindexed(domain)
+            watch = self._watches[name] = Watch(domain)
+        return watch
+
+    def put_tenant(self, record: TenantRecord) -> None:
+        """Write a tenant's name down."""
+        domain = self.domain(record.id)
+        domain.put_object(TENANT, _tenant_key(record.id), msgspec.msgpack.encode(record))
+
+    def put_session(self, record: SessionRecord) -> None:
+        """Write a session's record. Raises StaleEpoch when the store has one of a later epoch:
+        another server has taken the session over."""
+        session = record.session
+        domain = self.domain(session.tenant)
+        key = domain.session_key(session.id)
+        payload = msgspec.msgpack.encode(record)
+        for _ in range(_TRIES):
+            try:
+                found, version = domain.read_object(SESSION, key)
+            except ObjectMissing:
+                found, version = None, None
+            if found is not None:
+                stored = decode_session(found, session.id).session
+                if stored.epoch > session.epoch:
+                    raise StaleEpoch(
+                        f"the object store has session {session.id} at epoch {stored.epoch}, this"
+                        f" server at {session.epoch}",
+                        session=session.id,
+                        epoch=stored.epoch,
+                        expected=session.epoch,
+                    )
+            try:
+                domain.put_object(SESSION, key, payload, create=version is None, replaces=version)
+                return
+            except Conflict:
+                continue  # written by another server just now: look at its epoch
+        raise Conflict(f"the record of session {session.id} is being written by others")
+
+    def delete_session(self, tenant: str, session: str) -> None:
+        """Forget a session's record. Idempotent."""
+        domain = self.domain(tenant)
+        domain.backend.delete([domain.session_key(session)])
+
+    def delete_snapshot(self, tenant: str, snapshot: str) -> None:
+        """Forget a snapshot; what only it needed goes with the next collection. Idempotent."""
+        domain = self.domain(tenant)
+        domain.backend.delete([domain.snapshot_key(snapshot)])
+
+    # -- in ---------------------------------------------------------------------------------
+
+    def tenants(self) -> Iterator[TenantRecord]:
+        """Every tenant that ever sent something. Raises IntegrityError."""
+        for info in self.backend.list(f"{TENANTS}/"):
+            tenant = info.key.rpartition("/")[2]
+            payload = self.domain(tenant).get_object(TENANT, info.key)
+            yield decode_tenant(payload, tenant)
+
+    def session_ids(self, tenant: str) -> list[str]:
+        """The sessions with a record."""
+        return [_last(info) for info in self.domain(tenant).ids("sessions")]
+
+    def snapshot_ids(self, tenant: str) -> list[str]:
+        """The snapshots of a tenant, readable or not."""
+        return [_last(info) for info in self.domain(tenant).ids("snapshots")]
+
+    def read_session(self, tenant: str, session: str) -> SessionRecord:
+        """A session's record. Raises ObjectMissing, IntegrityError."""
+        domain = self.domain(tenant)
+        return decode_session(domain.get_object(SESSION, domain.session_key(session)), session)
+
+    def read_snapshot(self, tenant: str, snapshot: str) -> Snapshot:
+        """A snapshot's manifest, proven by its fingerprint. Raises SnapshotNotFound,
+        IntegrityError."""
+        domain = self.domain(tenant)
+        try:
+            payload = domain.get_object(SNAPSHOT, domain.snapshot_key(snapshot))
+        except ObjectMissing:
+            raise SnapshotNotFound(
+                f"the object store has no snapshot {snapshot}", snapshot=snapshot
+            ) from None
+        return decode_snapshot(payload, snapshot)
+
+    def fetch_layer(self, domain: str, layer: str, into: Path) -> Manifest:
+        """Make a layer's tree at `into`, proven. Raises IntegrityError, StoreUnreachable,
+        StorageFull."""
+        from sojourn.repository.layers_in import restore_layer
+
+        return restore_layer(self.domain(domain), layer, into)
+
+    def fetch_image(
+        self, domain: str, image: str, into: Path, cached: Sequence[tuple[MemoryRef, Path]] = ()
+    ) -> MemoryRef:
+        """Make a memory image's files in `into`, proven. Pages that a cached image has come from
+        there. Raises IntegrityError, StoreUnreachable, StorageFull."""
+        from sojourn.repository.images_in import read_image, restore_image
+
+        place = self.domain(domain)
+        maps = []
+        for ref, files in cached:
+            # Only a saving: an image whose map cannot be had is not used as a cache.
+            with contextlib.suppress(ObjectMissing, IntegrityError):
+                maps.append((read_image(place, ref.id), files))
+        return restore_image(place, image, into, maps)
+
+
+class _Interruptible:
+    """A backend that refuses every call once it is told to."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.interrupted = False
+
+    def _check(self) -> Backend:
+        if self.interrupted:
+            raise Interrupted("the server stops", next_step="")
+        return self._backend
+
+    @property
+    def url(self) -> str:
+        return self._backend.url
+
+    def put(
+        self, key: str, data: bytes, *, create: bool = False, replaces: str | None = None
+    ) -> str:
+        return self._check().put(key, data, create=create, replaces=replaces)
+
+    def get(self, key: str, *, limit: int | None = None) -> tuple[bytes, str]:
+        return self._check().get(key, limit=limit)
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return self._check().get_ranges(key, ranges)
+
+    def get_tail(self, key: str, length: int) -> tuple[bytes, int]:
+        return self._check().get_tail(key, length)
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._check().head(key)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self._check().list(prefix)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._check().delete(keys)
+
+    def now(self) -> float:
+        return self._check().now()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+def _tenant_key(tenant: str) -> str:
+    return f"{TENANTS}/{tenant}"
+
+
+def _last(info: ObjectInfo) -> str:
+    return info.key.rpartition("/")[2]

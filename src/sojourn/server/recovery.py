@@ -1,0 +1,268 @@
+"""Making a lost database anew from the object store alone.
+
+Guarantee: every session whose record the store holds comes back under its id and name, suspended
+at its last durable snapshot, with its tree; a record, manifest or tenant that cannot be read is
+named and nothing of it is made up. The epochs grow, and the store is told first, so a server that
+still lives with the old database can no longer write over what is recovered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import msgspec
+
+from sojourn.database import open_database
+from sojourn.database.base import Database
+from sojourn.database.records import SnapshotRecord
+from sojourn.database.writes import AppendEvent, InsertSession, InsertSnapshot, Write
+from sojourn.errors import Conflict, IntegrityError, SojournError
+from sojourn.model import Limits, Policy, Session, SessionState, Snapshot
+from sojourn.repository.repository import Repository
+from sojourn.repository.session_records import SessionRecord, SnapshotNote
+from sojourn.server.data import data_lock
+from sojourn.server.sources import RepositorySource
+from sojourn.store.local import LocalStore
+
+log = logging.getLogger(__name__)
+
+_GRACE = 86400.0  # seconds a session whose lifetime is over is kept after it was recovered
+
+
+class Recovered(msgspec.Struct, frozen=True):
+    """What came back, and what could not be read."""
+
+    tenants: int
+    sessions: int
+    snapshots: int
+    faults: list[str]
+
+
+async def recover(data: Path, repository: Repository) -> Recovered:
+    """Make database and manifests in an empty data directory.
+
+    Raises Conflict when it holds sessions already, HostUnfit when a server uses it, and the
+    errors of the store. It may be repeated after it was cut off.
+    """
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with data_lock(data):
+        database = await open_database(data / "sojourn.db")
+        try:
+            page = await database.list_sessions(None, limit=1)
+            if page.items:
+                raise Conflict(
+                    f"{data} holds sessions already",
+                    next_step="Recover into an empty data directory.",
+                )
+            source = RepositorySource(repository)
+            store = await asyncio.to_thread(LocalStore, data / "store", source=source)
+            return await _Recovery(database, store, source, repository).run()
+        finally:
+            await database.close()
+
+
+class _Recovery:
+    def __init__(
+        self,
+        database: Database,
+        store: LocalStore,
+        source: RepositorySource,
+        repository: Repository,
+    ) -> None:
+        self._database = database
+        self._store = store
+        self._source = source
+        self._repository = repository
+        self._faults: list[str] = []
+
+    async def run(self) -> Recovered:
+        sessions = snapshots = 0
+        tenants = await asyncio.to_thread(lambda: list(self._repository.tenants()))
+        existing = {tenant.id for tenant in await self._database.list_tenants()}
+        for tenant in tenants:
+            if tenant.id not in existing:
+                await self._database.create_tenant(tenant.name, id=tenant.id)
+            made = await self._tenant(tenant.id)
+            sessions += made[0]
+            snapshots += made[1]
+        return Recovered(len(tenants), sessions, snapshots, self._faults)
+
+    async def _tenant(self, tenant: str) -> tuple[int, int]:
+        records = await asyncio.to_thread(self._read_records, tenant)
+        manifests = await asyncio.to_thread(self._read_manifests, tenant)
+        writes = _rows(tenant, records, manifests, time.time())
+        kept = [write.snapshot for write in writes if isinstance(write, InsertSnapshot)]
+        for row in kept:
+            self._source.note(row)
+        await asyncio.to_thread(self._write_manifests, [manifests[row.id] for row in kept])
+        sessions = [write.session for write in writes if isinstance(write, InsertSession)]
+        live = [session for session in sessions if session.state is not SessionState.DELETED]
+        for session in live:
+            # The store first: from here on an older server's word is refused there.
+            found = records[session.id]
+            record = SessionRecord(
+                msgspec.structs.replace(session, cause=None), found.snapshots, time.time()
+            )
+            await asyncio.to_thread(self._repository.put_session, record)
+        await self._database.commit(writes)
+        return len(live), len(kept)
+
+    def _read_records(self, tenant: str) -> dict[str, SessionRecord]:
+        found = {}
+        for id in self._repository.session_ids(tenant):
+            try:
+                found[id] = self._repository.read_session(tenant, id)
+            except IntegrityError as error:
+                self._faults.append(str(error))
+        return found
+
+    def _read_manifests(self, tenant: str) -> dict[str, Snapshot]:
+        found = {}
+        for id in self._repository.snapshot_ids(tenant):
+            try:
+                found[id] = self._repository.read_snapshot(tenant, id)
+            except SojournError as error:
+                self._faults.append(str(error))
+        return found
+
+    def _write_manifests(self, manifests: list[Snapshot]) -> None:
+        for manifest in manifests:
+            self._store.publish_snapshot(manifest)
+
+
+def _rows(
+    tenant: str,
+    records: dict[str, SessionRecord],
+    manifests: dict[str, Snapshot],
+    now: float,
+) -> list[Write]:
+    """The rows of a tenant, sessions before snapshots, parents before children. Only snapshots
+    that a recovered session shows, stands on or descends from."""
+    notes: dict[str, SnapshotNote] = {}
+    wanted: list[str] = []
+    writes: list[Write] = []
+    for record in records.values():
+        notes.update((note.id, note) for note in record.snapshots)
+    heads = {id: _head(record, manifests) for id, record in records.items()}
+    wanted += [note for note in notes if note in manifests]
+    wanted += [head for head in heads.values() if head is not None]
+    needed: set[str] = set()
+    while wanted:
+        id = wanted.pop()
+        if id in needed:
+            continue
+        needed.add(id)
+        parent = manifests[id].parent
+        if parent is not None and parent in manifests:
+            wanted.append(parent)
+    for id, record in records.items():
+        writes.append(InsertSession(_revived(record.session, heads[id], now)))
+    owners = {manifests[id].session for id in needed}
+    for owner in sorted(owners - records.keys()):
+        one = min((manifests[id] for id in needed if manifests[id].session == owner), key=_age)
+        writes.append(InsertSession(_gone(tenant, one, now)))
+    for manifest in sorted((manifests[id] for id in needed), key=_age):
+        note = notes.get(manifest.id)
+        parent = manifest.parent if manifest.parent in needed else None
+        writes.append(InsertSnapshot(_row(tenant, manifest, note, parent, now)))
+    for id, record in records.items():
+        head = heads[id]
+        cause = None if head else "no snapshot of it had reached the object store"
+        writes.append(
+            AppendEvent(
+                session=id,
+                kind="recovered",
+                result="ok" if head else "failed",
+                details={"epoch": record.session.epoch + 1, **({"cause": cause} if cause else {})},
+                after=head,
+            )
+        )
+    return writes
+
+
+def _age(manifest: Snapshot) -> tuple[float, str]:
+    return manifest.created_at, manifest.id
+
+
+def _head(record: SessionRecord, manifests: dict[str, Snapshot]) -> str | None:
+    """The head a session comes back at: its record's, else the newest of its own snapshots."""
+    head = record.session.head
+    if head is not None and head in manifests:
+        return head
+    own = [one for one in manifests.values() if one.session == record.session.id]
+    return max(own, key=_age).id if own else None
+
+
+def _revived(session: Session, head: str | None, now: float) -> Session:
+    lifetime = session.lifetime_deadline
+    return msgspec.structs.replace(
+        session,
+        state=SessionState.SUSPENDED if head else SessionState.FAILED,
+        head=head,
+        epoch=session.epoch + 1,
+        sandbox=None,
+        node=None,
+        idle_deadline=None,
+        lifetime_deadline=None if lifetime is None else max(lifetime, now + _GRACE),
+        cause=None if head else "no snapshot of it had reached the object store",
+        updated_at=now,
+    )
+
+
+def _gone(tenant: str, manifest: Snapshot, now: float) -> Session:
+    """The row of a deleted session whose snapshots others stand on."""
+    return Session(
+        id=manifest.session,
+        tenant=tenant,
+        name=None,
+        labels={},
+        template=manifest.config.template,
+        env={},
+        limits=Limits(),
+        policy=Policy(),
+        driver=manifest.memory.driver if manifest.memory else "gvisor",
+        state=SessionState.DELETED,
+        epoch=0,
+        head=None,
+        parent_session=None,
+        forked_from=None,
+        sandbox=None,
+        node=None,
+        idle_deadline=None,
+        lifetime_deadline=None,
+        cause=None,
+        created_at=manifest.created_at,
+        updated_at=now,
+    )
+
+
+def _row(
+    tenant: str,
+    manifest: Snapshot,
+    note: SnapshotNote | None,
+    parent: str | None,
+    now: float,
+) -> SnapshotRecord:
+    memory = manifest.memory
+    return SnapshotRecord(
+        id=manifest.id,
+        session=manifest.session,
+        tenant=tenant,
+        parent=parent,
+        kind=manifest.kind,
+        label=note.label if note else manifest.label,
+        created_at=manifest.created_at,
+        fingerprint=manifest.fingerprint,
+        has_memory=memory is not None,
+        memory_bytes=memory.bytes if memory else 0,
+        layer_bytes=sum(layer.bytes for layer in manifest.layers[1:]),
+        layers=[layer.id for layer in manifest.layers],
+        image=memory.id if memory else None,
+        turn=note.turn if note else None,
+        hidden=note is None,
+        thinned=note.thinned if note else False,
+        durable_at=now,
+    )

@@ -1,0 +1,430 @@
+"""Copying what is safe on this node to the object store, behind the sessions' backs.
+
+Guarantee: a snapshot's row says `durable_at` only after the object store acknowledged everything
+the snapshot needs; what a crash cuts off is taken up at the next start and not sent twice; a store
+that cannot be reached costs nothing but lag, which is told; nothing is removed from the store
+before its row is gone.
+
+One worker does all of it in order: removals, then snapshots (heads of live sessions first), then
+the sessions' own records, then the local cache's limit. The order of two objects that depend on
+one another is therefore never in doubt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+from blake3 import blake3
+
+from sojourn import faultpoints
+from sojourn.database.base import Database
+from sojourn.database.records import SnapshotRecord
+from sojourn.errors import (
+    Interrupted,
+    SessionNotFound,
+    SnapshotNotFound,
+    SojournError,
+    StoreKeyInvalid,
+    StoreUnreachable,
+    Unsupported,
+)
+from sojourn.model import Session, SessionState, SnapshotKind
+from sojourn.repository.repository import Repository
+from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
+from sojourn.server.guards import StoreGuard
+from sojourn.server.sources import RepositorySource
+from sojourn.store.local import LocalStore
+
+log = logging.getLogger(__name__)
+
+_RETRY_FIRST, _RETRY_MOST = 1.0, 60.0
+_LOOK_SECONDS = 30.0
+_BATCH = 50
+
+
+class StoreSettings(msgspec.Struct, frozen=True):
+    """Where and how snapshots become durable. `url` None: nowhere. `delay` seconds an automatic
+    snapshot waits for a newer one to take its place; `cache_bytes` bounds the node's own store."""
+
+    url: str | None = None
+    secret: bytes | None = None
+    cache_bytes: int | None = None
+    delay: float = 2.0
+
+    def __repr__(self) -> str:
+        return f"StoreSettings(url={self.url!r}, encrypted={self.secret is not None})"
+
+
+class ReplicationStatus(msgspec.Struct, frozen=True):
+    """How far the object store is behind. `lag` is the age in seconds of the oldest snapshot that
+    waits, `error` what stopped the last round."""
+
+    url: str | None
+    waiting: int
+    lag: float
+    sent_bytes: int
+    error: str | None
+
+
+class Replicator:
+    """The worker of one server. Without a URL it does nothing and says so."""
+
+    def __init__(self, database: Database, settings: StoreSettings) -> None:
+        self._database = database
+        self.settings = settings
+        self._repository: Repository | None = None
+        self._opening = threading.Lock()
+        self._wake = asyncio.Event()
+        self._hurry: set[str] = set()
+        self._changed: set[str] = set()
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._tenants: set[str] = set()
+        self._skip: dict[str, tuple[float, float, str]] = {}
+        self._error: str | None = None
+        self._sent = 0
+        self._stopping = False
+
+    def attach(
+        self,
+        store: LocalStore,
+        source: RepositorySource,
+        guard: StoreGuard,
+        in_use: Callable[[], set[str]],
+    ) -> None:
+        """Say where snapshots come from. `in_use` gives the layers and images of sandboxes."""
+        self._store = store
+        self._source = source
+        self._guard = guard
+        self._in_use = in_use
+
+    # -- life -------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open the repository. Raises StoreKeyInvalid, StoreRefused, IntegrityError; one that
+        cannot be reached now is tried again later."""
+        if self.settings.url is None:
+            return
+        try:
+            await self.repository()
+        except StoreUnreachable as error:
+            self._error = error.message
+            log.warning("the object store cannot be reached yet: %s", error)
+
+    def open_repository(self) -> Repository:
+        """The opened repository. Blocks. Raises Unsupported when the server has none,
+        StoreUnreachable."""
+        settings = self.settings
+        if settings.url is None:
+            raise Unsupported(
+                "this server keeps snapshots on its own disk only",
+                next_step="Start it with an object store (--store URL).",
+            )
+        with self._opening:
+            found = self._repository
+            if found is None:
+                found = self._repository = Repository.open(
+                    settings.url, settings.secret, create=True
+                )
+            return found
+
+    async def repository(self) -> Repository:
+        """`open_repository` for coroutines."""
+        found = self._repository
+        return found if found is not None else await asyncio.to_thread(self.open_repository)
+
+    async def start(self) -> None:
+        """Begin to replicate; every live session's record is looked at once."""
+        if self.settings.url is None:
+            return
+        cursor: str | None = None
+        while True:
+            page = await self._database.list_sessions(None, limit=500, after=cursor)
+            self._changed.update(session.id for session in page.items)
+            cursor = page.next
+            if cursor is None:
+                break
+        self._task = asyncio.create_task(self._work(), name="replication")
+
+    async def stop(self) -> None:
+        """Stop after what is being sent; the next server goes on from there."""
+        self._stopping = True
+        self._wake.set()
+        if self._repository is not None:
+            self._repository.interrupt()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+            self._task = None
+        for waiting in self._waiting.values():
+            for future in waiting:
+                if not future.done():
+                    future.set_exception(Interrupted("the server stops", next_step=""))
+        self._waiting.clear()
+
+    async def close(self) -> None:
+        """Let go of the object store, after everything that may read through it. Idempotent."""
+        if self._repository is not None:
+            await asyncio.to_thread(self._repository.close)
+
+    # -- asking -----------------------------------------------------------------------------
+
+    def changed(self, session: Session) -> None:
+        """A session's record was committed: there may be something to copy."""
+        if self.settings.url is not None:
+            self._changed.add(session.id)
+            self._wake.set()
+
+    def removed(self) -> None:
+        """A snapshot's row is gone: what the store has of it may go."""
+        if self.settings.url is not None:
+            self._wake.set()
+
+    async def durable(self, snapshot: str, timeout: float) -> SnapshotRecord:
+        """Wait until a snapshot is in the object store.
+
+        Raises SnapshotNotFound, Unsupported, and StoreUnreachable when it is not in time: the
+        snapshot is safe on this node all the same.
+        """
+        database = self._database
+        record = await database.get_snapshot(None, snapshot, hidden=True)
+        if record.durable_at is not None:
+            return record
+        await self.repository()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(snapshot, []).append(future)
+        self._hurry.add(snapshot)
+        self._wake.set()
+        try:
+            async with asyncio.timeout(timeout):
+                await future
+        except TimeoutError:
+            raise StoreUnreachable(
+                f"snapshot {snapshot} is not in the object store after {timeout:g} s"
+                + (f": {self._error}" if self._error else ""),
+                snapshot=snapshot,
+            ) from None
+        finally:
+            with contextlib.suppress(KeyError, ValueError):
+                self._waiting[snapshot].remove(future)
+                if not self._waiting[snapshot]:
+                    del self._waiting[snapshot]
+        return await database.get_snapshot(None, snapshot, hidden=True)
+
+    async def status(self) -> ReplicationStatus:
+        """How far the store is behind."""
+        behind = await self._database.durability(None)
+        oldest = min((one.oldest_waiting for one in behind if one.oldest_waiting), default=None)
+        repository = self._repository
+        return ReplicationStatus(
+            url=repository.url if repository else self.settings.url,
+            waiting=sum(one.waiting for one in behind),
+            lag=0.0 if oldest is None else max(0.0, time.time() - oldest),
+            sent_bytes=self._sent,
+            error=self._error or next((cause for _, _, cause in self._skip.values()), None),
+        )
+
+    # -- working ----------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        pause = _RETRY_FIRST
+        while not self._stopping:
+            self._wake.clear()
+            try:
+                due = await self._round()
+                self._error, pause = None, _RETRY_FIRST
+            except StoreKeyInvalid as error:
+                self._error = error.message
+                log.error("replication stops: %s", error)
+                return
+            except (SojournError, OSError) as error:
+                if self._error is None and not self._stopping:
+                    log.warning("replication waits: %s", error)
+                self._error = str(error)
+                due = pause * random.uniform(0.5, 1.0)
+                pause = min(pause * 2, _RETRY_MOST)
+                self._wake.clear()  # what is new does not make an unreachable store reachable
+            if self._stopping:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due):
+                    await self._wake.wait()
+
+    async def _round(self) -> float:
+        """All that is to be done now; answers after how many seconds there may be more."""
+        repository = await self.repository()
+        await self._remove(repository)
+        due = await self._send(repository)
+        await self._record(repository)
+        await self._evict()
+        return due
+
+    async def _remove(self, repository: Repository) -> None:
+        database = self._database
+        while removals := await database.store_removals(limit=200):
+            for removal in removals:
+                if removal.kind == "session":
+                    work: Callable[[str, str], None] = repository.delete_session
+                else:
+                    work = repository.delete_snapshot
+                await asyncio.to_thread(work, removal.tenant, removal.object)
+            faultpoints.reach("replicate.remove")
+            await database.forget_removals([removal.id for removal in removals])
+
+    async def _send(self, repository: Repository) -> float:
+        """Send what is due. Heads come first, and are looked for again after each snapshot."""
+        database = self._database
+        while not self._stopping:
+            now = time.time()
+            due = _LOOK_SECONDS
+            chosen = None
+            for record in await database.undurable_snapshots(limit=_BATCH):
+                wait = self._wait(record, now)
+                if wait <= 0:
+                    chosen = record
+                    break
+                due = min(due, wait)
+            if chosen is None:
+                return max(due, 0.02)
+            await self._send_one(repository, chosen)
+        return _LOOK_SECONDS
+
+    def _wait(self, record: SnapshotRecord, now: float) -> float:
+        """Seconds until a snapshot should be sent."""
+        later = self._skip.get(record.id)
+        if later is not None and later[0] > now:
+            return later[0] - now
+        if record.id in self._hurry or record.kind is not SnapshotKind.AUTO:
+            return 0.0
+        # A clock set back must not make a snapshot wait for long.
+        return min(record.created_at + self.settings.delay - now, self.settings.delay)
+
+    async def _send_one(self, repository: Repository, record: SnapshotRecord) -> None:
+        try:
+            snapshot = await asyncio.to_thread(self._store.read_snapshot, record.id)
+            parent = None
+            if record.parent is not None:
+                with contextlib.suppress(SojournError):
+                    parent = await asyncio.to_thread(self._store.read_snapshot, record.parent)
+            await self._tenant(repository, record.tenant)
+            await self._announce(repository, record.session)
+            sent = await asyncio.to_thread(
+                repository.push, record.tenant, snapshot, self._store, parent
+            )
+            self._sent += sent
+            faultpoints.reach("replicate.push")
+            if not await self._database.mark_durable(
+                record.id, fingerprint=snapshot.fingerprint, at=time.time()
+            ):
+                return  # thinned or removed while it was sent: looked at again
+            faultpoints.reach("replicate.mark")
+        except SnapshotNotFound:
+            # Removed meanwhile; its removal is on the list and comes after this.
+            self._done(record.id)
+            return
+        except (StoreUnreachable, Interrupted):
+            raise
+        except (SojournError, OSError) as error:
+            # One bad snapshot must not hold up the others.
+            pause = self._skip.get(record.id, (0.0, _RETRY_FIRST, ""))[1]
+            self._skip[record.id] = (time.time() + pause, min(pause * 2, 600.0), str(error))
+            log.error("snapshot %s cannot be sent to the object store: %s", record.id, error)
+            return
+        self._skip.pop(record.id, None)
+        self._changed.add(record.session)
+        self._source.note(record)
+        self._done(record.id)
+
+    def _done(self, snapshot: str) -> None:
+        self._hurry.discard(snapshot)
+        for future in self._waiting.pop(snapshot, []):
+            if not future.done():
+                future.set_result(None)
+
+    # -- records ----------------------------------------------------------------------------
+
+    async def _tenant(self, repository: Repository, tenant: str) -> None:
+        if tenant not in self._tenants:
+            found = await self._database.get_tenant(tenant)
+            record = TenantRecord(found.id, found.name, found.created_at)
+            await asyncio.to_thread(repository.put_tenant, record)
+            self._tenants.add(tenant)
+
+    async def _announce(self, repository: Repository, session: str) -> None:
+        """A session's record is there before its first snapshot: snapshots without a record are
+        those of a deleted session."""
+        if await self._database.record_digest(session) is None:
+            await self._record_one(repository, session)
+
+    async def _record(self, repository: Repository) -> None:
+        while self._changed and not self._stopping:
+            session = self._changed.pop()
+            try:
+                await self._record_one(repository, session)
+            except BaseException:
+                self._changed.add(session)
+                raise
+
+    async def _record_one(self, repository: Repository, id: str) -> None:
+        """Write a session's record when it differs from what was written last."""
+        database = self._database
+        try:
+            session = await database.get_session(None, id)
+        except SessionNotFound:
+            return  # deleted: on the list of removals
+        notes = [
+            SnapshotNote(one.id, one.label, one.thinned, one.turn)
+            for one in await database.list_snapshots(id)
+            if one.durable_at is not None
+        ]
+        head = session.head
+        if head is not None:
+            found = await database.get_snapshot(None, head, hidden=True)
+            while found.durable_at is None and found.parent is not None:
+                found = await database.get_snapshot(None, found.parent, hidden=True)
+            head = found.id if found.durable_at is not None else None
+        if session.state is SessionState.CREATING and head is None:
+            return
+        settled = msgspec.structs.replace(
+            session,
+            head=head,
+            state=SessionState.SUSPENDED,
+            sandbox=None,
+            node=None,
+            idle_deadline=None,
+            cause=None,
+            updated_at=session.created_at,
+        )
+        record = SessionRecord(settled, notes, 0.0)
+        digest = blake3(msgspec.msgpack.encode(record)).hexdigest()
+        if digest == await database.record_digest(id):
+            return
+        await self._tenant(repository, session.tenant)
+        stamped = msgspec.structs.replace(record, written_at=time.time())
+        await asyncio.to_thread(repository.put_session, stamped)
+        faultpoints.reach("replicate.record")
+        with contextlib.suppress(SessionNotFound):
+            await database.note_record(id, digest)
+
+    # -- cache ------------------------------------------------------------------------------
+
+    async def _evict(self) -> None:
+        """Keep the node's own store within its limit, where the object store has what goes."""
+        limit = self.settings.cache_bytes
+        if limit is None:
+            return
+        if await asyncio.to_thread(self._store.usage) <= limit:
+            return
+        async with self._guard.collecting():
+            keep = self._in_use()
+            freed = await asyncio.to_thread(
+                self._store.evict, limit, keep=keep, durable=self._source.has
+            )
+        if freed:
+            log.info("the local cache gave %d bytes back", freed)
