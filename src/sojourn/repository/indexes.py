@@ -100,6 +100,11 @@ class Index:
         found = self._held.get(id)
         return None if found is None or id in self._table.dead else found
 
+    def named(self) -> dict[str, frozenset[bytes]]:
+        """Which packs the index objects name that were read, by their keys."""
+        with self._lock:
+            return dict(self._named)
+
     # -- changing ---------------------------------------------------------------------------
     def add(self, info: PackInfo) -> None:
         """Make a pack's chunks known. The store must have acknowledged the pack."""
@@ -112,8 +117,7 @@ class Index:
         with self._lock:
             infos = list(infos)
             self._insert(infos)
-            self._named[key] = frozenset(info.id for info in infos)
-            self._added -= self._named[key]
+            self._name(key, infos)
 
     def remove(self, ids: Iterable[bytes]) -> None:
         """Forget packs."""
@@ -150,31 +154,33 @@ class Index:
     def _read(self, keys: list[str], faults: list[IntegrityError] | None) -> bool:
         """Read index objects; False when one is gone since it was listed."""
         complete = True
-        read: list[tuple[str, list[PackInfo]]] = []
-        with ThreadPoolExecutor(min(_THREADS, len(keys) or 1)) as pool:
-            for key, answer in [(key, pool.submit(self._reading, key)) for key in keys]:
-                try:
-                    read.append((key, answer.result()))
-                except ObjectMissing:
-                    complete = False
-                except IntegrityError as error:
-                    if faults is None:
-                        pool.shutdown(cancel_futures=True)
-                        raise
-                    faults.append(error)
+        read: dict[str, list[PackInfo]] = {}
+        with ThreadPoolExecutor(_THREADS, "read indexes") as pool:
+            answers = {key: pool.submit(self._reading, key) for key in keys}
+            try:
+                for key, answer in answers.items():
+                    try:
+                        read[key] = answer.result()
+                    except ObjectMissing:
+                        complete = False
+                    except IntegrityError as error:
+                        _report(error, faults)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
         with self._lock:
             accepted: dict[bytes, PackInfo] = {}
-            for key, infos in read:
+            for key, infos in list(read.items()):
                 for info in infos:
                     known = accepted.setdefault(info.id, self._held.get(info.id, info))
                     if known != info:
-                        raise IntegrityError(
-                            f"{key} and another index disagree about pack {info.id.hex()}.",
-                            object=key,
-                        )
-                self._named[key] = frozenset(info.id for info in infos)
-                self._added -= self._named[key]
+                        del read[key]
+                        cause = f"{key} and another index disagree about pack {info.id.hex()}."
+                        _report(IntegrityError(cause, object=key), faults)
+                        break
             self._insert(list(accepted.values()))
+            for key, infos in read.items():
+                self._name(key, infos)
         return complete
 
     def _drop(self, keys: Iterable[str]) -> None:
@@ -185,6 +191,10 @@ class Index:
             self._forget(gone.difference(self._added, *self._named.values()))
 
     # -- with the lock held -----------------------------------------------------------------
+    def _name(self, key: str, infos: list[PackInfo]) -> None:
+        self._named[key] = frozenset(info.id for info in infos)
+        self._added -= self._named[key]
+
     def _insert(self, infos: list[PackInfo]) -> None:
         table = self._table
         fresh = {info.id: info for info in infos if info.id not in self._held}
@@ -224,3 +234,9 @@ class Index:
         made._insert(living)
         self._held = made._held
         self._table = made._table.changed(dead=_NOTHING, hidden=self._excluded)
+
+
+def _report(error: IntegrityError, faults: list[IntegrityError] | None) -> None:
+    if faults is None:
+        raise error
+    faults.append(error)
