@@ -25,8 +25,8 @@ from sojourn.repository.domains import TOMBSTONES, Domain
 from sojourn.repository.sealed import TOMBSTONE
 
 NAMED, REMOVING, DONE = "named", "removing", "done"
-# Seconds a finished tombstone is kept. An upload begins anew after half a day, and the store's clock
-# may be a day wrong: a week is more than both.
+# Seconds a finished tombstone is kept. An upload begins anew after half a day, and the store's
+# clock may be a day wrong: a week is more than both.
 KEPT = 7 * 86400.0
 ID_BYTES = 32
 _STATES = {NAMED, REMOVING, DONE}
