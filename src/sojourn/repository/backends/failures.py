@@ -107,6 +107,8 @@ def judge(error: Exception) -> Failure:
             "there are no credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set,"
             " and this host has no role)",
         )
+    if "BareRedirect" in text:
+        return Failure(Verdict.REFUSED, "it redirects to nowhere: is AWS_REGION the bucket's?")
     if isinstance(error, (InvalidPathError, NotSupportedError, NotImplementedError)):
         return Failure(Verdict.REFUSED, type(error).__name__)
     if "StartTooLarge" in text or "NotPartial" in text:

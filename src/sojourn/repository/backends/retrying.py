@@ -1,8 +1,8 @@
 """How often and how long something is tried again.
 
 Guarantee: between two tries lies a pause that grows and is partly random, so that many clients do
-not come back at once; no try begins after the patience is over, so a call ends within the patience
-and the time limit of one request.
+not come back at once; no third try begins after the patience is over, so a call ends within the
+patience and the time limit of one request (of two, where patience is shorter than that limit).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tries:
     def pause(self) -> bool:
         """Wait before the next try; False when there must be none."""
         wait = self._pause * random.uniform(0.5, 1.0)
-        if time.monotonic() + wait >= self._deadline:
+        if self.made > 1 and time.monotonic() + wait >= self._deadline:
             return False
         time.sleep(wait)
         self._pause = min(self._pause * 2, self._patience.longest)
