@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from sojourn.errors import Conflict, ObjectMissing
+from sojourn.errors import Conflict, IntegrityError, ObjectMissing
 from sojourn.repository.backends.base import Backend, ObjectInfo
 from sojourn.repository.damages import remove_damage
 from sojourn.repository.domains import Domain
-from sojourn.repository.fetching import fetch, missing
+from sojourn.repository.downloads import Reader
 from sojourn.repository.inventory import Inventory, survey
 from sojourn.repository.marking import SHARED, Marks, mark, root_name
 from sojourn.repository.records import PackInfo
@@ -236,7 +236,7 @@ class _Collector:
             self._look_around()
             gone = [chunk for chunk in gone if not self._lies(name, chunk)]
         if gone:
-            raise missing(min(gone))
+            raise _missing(min(gone), len(gone))
 
     def _lies(self, name: str, chunk: bytes) -> bool:
         lying = self._lying[name].packs
@@ -365,7 +365,7 @@ class _Collector:
             rewriter = Rewriter(domain, kind)
             chunks = [chunk for use in poor if use.info.kind == kind for chunk in use.chunks]
             self._in_time()
-            for chunk, data in fetch(domain, chunks):
+            for chunk, data in Reader(domain).chunks(chunks, needed_by="a collection"):
                 rewriter.add(chunk, data)
             rewriter.finish()
             self.report.written_bytes += rewriter.stored_bytes
@@ -404,6 +404,16 @@ class _Collector:
                 "The collection has taken too long to rely on what it read; nothing was lost.",
                 next_step="Run it again.",
             )
+
+
+def _missing(chunk: bytes, count: int) -> IntegrityError:
+    name = f"chunk {chunk.hex()}"
+    return IntegrityError(
+        f"{count} chunks that snapshots need are in no pack, one of them {name}; nothing was "
+        "removed.",
+        object=name,
+        next_step="Run `sojourn store check` and `sojourn store repair`.",
+    )
 
 
 def _again(old: Tombstone) -> Tombstone:

@@ -55,6 +55,7 @@ class Domain:
         self.keys = keys
         self.name = keys.domain
         self._lock = threading.Lock()
+        self._loading = threading.Lock()  # its own: reading the index may wait for the store
         self._index: Index | None = None
         self._present: set[str] = set()
         self._avoided: set[str] = set()  # keys of root objects that tombstones name
@@ -140,12 +141,15 @@ class Domain:
     @property
     def index(self) -> Index:
         """The index of all packs, read at the first use."""
-        with self._lock:
-            if self._index is None:
-                made = self.new_index()
-                made.refresh()
-                self._index = made
-            return self._index
+        index = self._index
+        if index is None:
+            with self._loading:
+                index = self._index
+                if index is None:
+                    index = self.new_index()
+                    index.refresh()
+                    self._index = index
+        return index
 
     def new_index(self) -> Index:
         """Another index of this domain, not read yet."""
@@ -171,8 +175,7 @@ class Domain:
             key = self.key(INDEXES, blake3(data).hexdigest())
             self.backend.put(key, data)
             keys.append(key)
-            with self._lock:
-                index = self._index
+            index = self._index
             if index is not None:
                 index.name(key, part)
         return keys

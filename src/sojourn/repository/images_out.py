@@ -140,9 +140,7 @@ def push_image(
 
 def publish_image(domain: Domain, image: ImageMap) -> None:
     """Write the root object of an image that was pushed and flushed."""
-    key = domain.image_key(image.ref.id)
-    domain.put_object(IMAGE, key, encode_image(image))
-    domain.note(key)
+    domain.put_root(IMAGE, domain.image_key(image.ref.id), encode_image(image))
 
 
 def _parent_pages(
@@ -155,7 +153,7 @@ def _parent_pages(
     if found is not None:
         return found
     try:
-        image = decode_image(domain.get_object(IMAGE, domain.image_key(ref.id)), ref.id)
+        image = decode_image(domain.get_root(IMAGE, domain.image_key(ref.id)), ref.id)
         pages = _read_pages(image, files)
     except (ObjectMissing, IntegrityError, OSError):
         return None  # nothing is shared then, and nothing is lost

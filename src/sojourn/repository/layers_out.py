@@ -89,9 +89,7 @@ def publish_layer(
     if segments is None:
         segments = (content for content, _ in segments_of(manifest))
     payload = encode_layer(layer_object(manifest, segments))
-    key = domain.layer_key(manifest.id)
-    domain.put_object(LAYER, key, payload)
-    domain.note(key)
+    domain.put_root(LAYER, domain.layer_key(manifest.id), payload)
 
 
 def _likeness(path: bytes) -> bytes:

@@ -21,7 +21,7 @@ from sojourn.model.snapshots import Snapshot
 from sojourn.repository.cutting import SMALL_FILE, decode_recipe
 from sojourn.repository.damages import Damage, read_damages
 from sojourn.repository.domains import SNAPSHOTS, Domain
-from sojourn.repository.fetching import fetch
+from sojourn.repository.downloads import Reader
 from sojourn.repository.images import decode_image
 from sojourn.repository.layers import LayerObject, decode_layer
 from sojourn.repository.records import CHUNK_DATA, CHUNK_RECIPE, CHUNK_SEGMENT
@@ -188,7 +188,8 @@ def add_layer(domain: Domain, layer: str, chunks: set[bytes]) -> None:
     root = read_layer(domain, layer)
     fresh = {chunk_name(CHUNK_SEGMENT, content) for content in root.segments} - chunks
     large: dict[bytes, int] = {}
-    for name, data in fetch(domain, fresh):
+    read = Reader(domain).chunks
+    for name, data in read(fresh, needed_by=layer_object(layer)):
         for entry in decode_segment(data, name):
             if entry.type != FILE or not entry.size or entry.link is not None:
                 continue
@@ -198,7 +199,7 @@ def add_layer(domain: Domain, layer: str, chunks: set[bytes]) -> None:
             recipe = chunk_name(CHUNK_RECIPE, entry.digest)
             if recipe not in chunks:
                 large[recipe] = entry.size
-    for recipe, data in fetch(domain, large):
+    for recipe, data in read(large, needed_by=layer_object(layer)):
         for content, _ in decode_recipe(data, large[recipe], f"chunk {recipe.hex()}"):
             chunks.add(chunk_name(CHUNK_DATA, content))
         chunks.add(recipe)

@@ -12,6 +12,7 @@ then only the packs are compared). Without any, presence is enough.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -78,35 +79,45 @@ class _View:
 
 
 class Reliance:
-    """Looks at tombstones for a publisher into `own`, whose lowest layers lie in `shared`. For one
-    thread at a time; may be kept for many snapshots."""
+    """Looks at tombstones for publishers into `own`, whose lowest layers lie in `shared`. Kept for
+    as long as the domains are: it remembers what it has looked up. Safe for many threads."""
 
     def __init__(self, own: Domain, shared: Domain) -> None:
         self._own = _View(own)
         self._shared = _View(shared) if shared is not own else self._own
         self._last: float | None = None
+        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Before anything is looked up for a snapshot: from here on nothing that a tombstone names
         now is found by uploads into these domains."""
-        now = _uptime()
-        stale = self._last is not None and now - self._last > LONGEST
-        for view in self._views():
-            if stale:
-                view.refresh()
-            view.look()
-        self._last = now
+        with self._lock:
+            now = _uptime()
+            stale = self._last is not None and now - self._last > LONGEST
+            for view in self._views():
+                if stale:
+                    view.refresh()
+                view.look()
+            self._last = now
 
     def note(self, domain: Domain, id: str, packs: Iterable[bytes]) -> None:
         """A layer or image was sent just now; `packs` hold all its chunks (those an upload wrote
         and those it relied on)."""
-        for view in self._views():
-            if view.domain is domain:
-                view.packs[id] = frozenset(packs)
+        with self._lock:
+            for view in self._views():
+                if view.domain is domain:
+                    view.packs[id] = frozenset(packs)
 
     def exposed(self, snapshot: Snapshot) -> Exposed:
         """After the snapshot was written: what of it is to be sent again, and then asked again. It
-        counts as durable once this is nothing."""
+        counts as durable once this is nothing.
+
+        Asked before the snapshot is written as well, it keeps one that is cut off right after
+        from being there without all it needs."""
+        with self._lock:
+            return self._exposed(snapshot)
+
+    def _exposed(self, snapshot: Snapshot) -> Exposed:
         now = _uptime()
         late = self._last is None or now - self._last > LONGEST
         self._last = now
