@@ -1,16 +1,14 @@
 """Sending one snapshot, and keeping clear of collections.
 
-Guarantee: when `send` has returned, all the snapshot needs stands where no tombstone named it
-before the snapshot was written; a collection that names it later sees the snapshot first. What the
-indexes know is not sent again, in whatever order sends, crashes and collections come.
+Guarantee: when `send` has returned, all the snapshot needs stands where no tombstone named it after
+the snapshot was written; a collection that names it later sees the snapshot first. What the indexes
+know is not sent again, in whatever order sends, crashes and collections come.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -18,17 +16,15 @@ import msgspec
 
 from sojourn.errors import Conflict, IntegrityError
 from sojourn.model.snapshots import MemoryRef, Snapshot
-from sojourn.repository.domains import Domain
 from sojourn.repository.images_out import publish_image, push_image
 from sojourn.repository.layers_out import publish_layer, push_layer
+from sojourn.repository.reliance import Exposed, Watch, exposed
 from sojourn.repository.sealed import SNAPSHOT
-from sojourn.repository.tombstones import Tombstones, names
 from sojourn.repository.uploads import Upload
 from sojourn.store.manifests import Manifest
 
 log = logging.getLogger(__name__)
 
-LONGEST = 12 * 3600.0  # seconds a send may take: finished tombstones are kept much longer
 _LOOKS = 8
 
 
@@ -46,42 +42,15 @@ class Copies(Protocol):
         """The directory with a memory image's files."""
 
 
-class Watch:
-    """The tombstones of a domain, and what this process made of them."""
-
-    def __init__(self, domain: Domain) -> None:
-        self.domain = domain
-        self._tombstones = Tombstones(domain)
-        self._roots: set[str] = set()
-        self._packs: set[bytes] = set()
-
-    def look(self, needed: Iterable[str]) -> bool:
-        """Take what is named from now on for absent; whether that may concern somebody who needs
-        the root objects `needed` (names) and found chunks in the index."""
-        roots, packs = names(self._tombstones.look())
-        index = self.domain.index
-        fresh_packs = {id for id in packs - self._packs if index.pack(id) is not None}
-        fresh_roots = roots - self._roots
-        wanted = set(needed)
-        concerned = bool(fresh_packs) or any(
-            not wanted.isdisjoint(key.split("/")) for key in fresh_roots
-        )
-        index.exclude(fresh_packs)
-        self.domain.avoid(fresh_roots)
-        self._roots |= roots
-        self._packs |= packs
-        return concerned
-
-
 class Push:
     """One send. `parent` is a snapshot whose memory image is likely to share pages."""
 
     def __init__(
         self, domain: Watch, shared: Watch, copies: Copies, parent: Snapshot | None
     ) -> None:
-        self._watches = (shared, domain)
+        self._watch = domain
+        self._shared_watch = shared
         self._domain = domain.domain
-        self._shared = shared.domain
         self._copies = copies
         self._parent = parent
         self._sent = 0
@@ -92,43 +61,42 @@ class Push:
         Raises IntegrityError (what lies on this node is not what was sealed), StoreUnreachable,
         StorageFull, Interrupted, Conflict (collections that never end).
         """
-        domain, shared = self._domain, self._shared
+        domain = self._domain
         template, own = snapshot.layers[0].id, [layer.id for layer in snapshot.layers[1:]]
-        image = snapshot.memory.id if snapshot.memory else None
-        needed = {
-            shared.name: [_name(shared.layer_key(template))],
-            domain.name: [_name(domain.layer_key(layer)) for layer in own],
-        }
-        if image is not None:
-            needed[domain.name].append(_name(domain.image_key(image)))
-        for watch in self._watches:
-            watch.look(())
-        whole = False  # whether roots in the store are taken at their word
+        for watch in (self._shared_watch, self._watch):
+            watch.begin()
+        again = Exposed(frozenset(), frozenset())
+        written = False
         for _ in range(_LOOKS):
-            begun = time.clock_gettime(time.CLOCK_BOOTTIME)
-            self._layers(shared, [template], whole)
-            self._layers(domain, own, whole)
+            self._layers(self._shared_watch, [template], again.layers)
+            self._layers(self._watch, own, again.layers)
             if snapshot.memory is not None:
-                self._image(snapshot.memory, whole)
+                self._image(snapshot.memory, bool(again.images))
+            again = self._exposed(snapshot)
+            if again and not written:
+                continue  # cut off after the next step it would be there and not whole
             payload = msgspec.msgpack.encode(snapshot)
             domain.put_object(SNAPSHOT, domain.snapshot_key(snapshot.id), payload)
-            # Only now: whoever collects either sees the snapshot, or is seen here.
-            whole = any([watch.look(needed[watch.domain.name]) for watch in self._watches])
-            if time.clock_gettime(time.CLOCK_BOOTTIME) - begun > LONGEST:
-                whole = True
-                for watch in self._watches:
-                    watch.domain.index.refresh()
-            if not whole:
+            written = True
+            # Only now it counts: whoever collects either sees the snapshot, or is seen here.
+            again = self._exposed(snapshot)
+            if not again:
                 return self._sent
-            log.info("snapshot %s: a collection is under way, looking again", snapshot.id)
         raise Conflict(
             f"snapshot {snapshot.id} could not be kept clear of collections",
             next_step="Collect less often.",
         )
 
-    def _layers(self, domain: Domain, layers: list[str], whole: bool) -> None:
-        """Send the layers the domain lacks; with `whole` also what is missing of those it has."""
-        wanted = [layer for layer in layers if whole or not domain.has_layer(layer)]
+    def _exposed(self, snapshot: Snapshot) -> Exposed:
+        found = exposed(self._watch, self._shared_watch, snapshot)
+        if found:
+            log.info("snapshot %s: a collection is under way, sending again", snapshot.id)
+        return found
+
+    def _layers(self, watch: Watch, layers: list[str], again: frozenset[str]) -> None:
+        """Send the layers the domain lacks, and what is missing of those in `again`."""
+        domain = watch.domain
+        wanted = [id for id in layers if id in again or not domain.has_layer(id)]
         if not wanted:
             return
         pushed = []
@@ -140,12 +108,12 @@ class Push:
             up.flush()
             self._sent += up.stored_bytes
         for manifest in pushed:
-            if not domain.has_layer(manifest.id):
-                publish_layer(domain, manifest)
+            publish_layer(domain, manifest)
+            watch.note(manifest.id, up.relied | up.written)
 
-    def _image(self, ref: MemoryRef, whole: bool) -> None:
+    def _image(self, ref: MemoryRef, again: bool) -> None:
         domain = self._domain
-        if not whole and domain.has_image(ref.id):
+        if not again and domain.has_image(ref.id):
             return
         with Upload(domain) as up:
             image = push_image(
@@ -153,8 +121,8 @@ class Push:
             )
             up.flush()
             self._sent += up.stored_bytes
-        if not domain.has_image(ref.id) or whole:
-            publish_image(domain, image)
+        publish_image(domain, image)
+        self._watch.note(ref.id, up.relied | up.written)
 
     def _parent_image(self, ref: MemoryRef) -> tuple[MemoryRef, Path] | None:
         parent = self._parent.memory if self._parent is not None else None
@@ -163,7 +131,3 @@ class Push:
         with contextlib.suppress(IntegrityError):  # evicted or damaged: only a saving is lost
             return parent, self._copies.image_path(parent.id)
         return None
-
-
-def _name(key: str) -> str:
-    return key.rpartition("/")[2]

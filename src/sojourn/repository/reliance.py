@@ -36,31 +36,68 @@ class Exposed(NamedTuple):
         return bool(self.layers or self.images)
 
 
-class _View:
-    """One domain as the publisher knows it."""
+class Watch:
+    """The tombstones of a domain, for those who publish into it. Kept for as long as the domain
+    is: it remembers what was looked up. Safe for many threads."""
 
     def __init__(self, domain: Domain) -> None:
         self.domain = domain
-        self.tombstones = Tombstones(domain)
-        self.packs: dict[str, frozenset[bytes]] = {}  # by layer or image: where its chunks are
-        self.any = False
+        self._tombstones = Tombstones(domain)
+        self._packs: dict[str, frozenset[bytes]] = {}  # by layer or image: where its chunks are
+        self._suspect = False  # whether presence alone proves nothing
+        self._last: float | None = None
+        self._lock = threading.RLock()
 
-    def look(self) -> None:
-        self.any = bool(self.tombstones.look())
+    def begin(self) -> None:
+        """Before anything is looked up for a snapshot: from here on nothing that a tombstone names
+        now is found by uploads into this domain."""
+        with self._lock:
+            if self._last is not None and _uptime() - self._last > LONGEST:
+                self._refresh()
+            self._look()
 
-    def refresh(self) -> None:
-        self.packs.clear()
+    def note(self, id: str, packs: Iterable[bytes]) -> None:
+        """A layer or image was sent just now; `packs` hold all its chunks (those its upload wrote
+        and those it relied on)."""
+        with self._lock:
+            self._packs[id] = frozenset(packs)
+
+    def exposed_layers(self, layers: Iterable[str]) -> frozenset[str]:
+        """Which of these layers do not stand whole outside everything that tombstones name now."""
+        with self._lock:
+            self._again()
+            has = self.domain.has_layer
+            return frozenset(id for id in layers if not (has(id) and self._safe(id, add_layer)))
+
+    def exposed_image(self, image: str) -> bool:
+        """The same for a memory image, by what the last look found."""
+        with self._lock:
+            return not (self.domain.has_image(image) and self._safe(image, add_image))
+
+    def _look(self) -> None:
+        self._suspect = bool(self._tombstones.look())
+        self._last = _uptime()
+
+    def _again(self) -> None:
+        late = self._last is None or _uptime() - self._last > LONGEST
+        if late:
+            self._refresh()
+        self._look()
+        if late:
+            self._suspect = True  # tombstones may have come and gone meanwhile
+        elif self._suspect:
+            self.domain.index.refresh()  # rewritten packs are named by new indexes
+
+    def _refresh(self) -> None:
+        self._packs.clear()
         self.domain.forget()
         self.domain.index.refresh()
 
-    def safe(self, id: str, present: bool, walk: Callable[[Domain, str, set[bytes]], None]) -> bool:
-        """Whether a layer or image stands outside everything that tombstones name."""
-        if not present:
-            return False
-        if not self.any:
+    def _safe(self, id: str, walk: Callable[[Domain, str, set[bytes]], None]) -> bool:
+        if not self._suspect:
             return True
         index = self.domain.index
-        known = self.packs.get(id)
+        known = self._packs.get(id)
         if known is not None and known.isdisjoint(index.excluded):
             return True
         chunks: set[bytes] = set()
@@ -74,75 +111,22 @@ class _View:
             if place is None:
                 return False
             packs.add(place.pack.id)
-        self.packs[id] = frozenset(packs)
+        self._packs[id] = frozenset(packs)
         return True
 
 
-class Reliance:
-    """Looks at tombstones for publishers into `own`, whose lowest layers lie in `shared`. Kept for
-    as long as the domains are: it remembers what it has looked up. Safe for many threads."""
+def exposed(own: Watch, shared: Watch, snapshot: Snapshot) -> Exposed:
+    """What of a snapshot is to be sent again, and then asked again. `own` is its domain's, `shared`
+    that of its lowest layer.
 
-    def __init__(self, own: Domain, shared: Domain) -> None:
-        self._own = _View(own)
-        self._shared = _View(shared) if shared is not own else self._own
-        self._last: float | None = None
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        """Before anything is looked up for a snapshot: from here on nothing that a tombstone names
-        now is found by uploads into these domains."""
-        with self._lock:
-            now = _uptime()
-            stale = self._last is not None and now - self._last > LONGEST
-            for view in self._views():
-                if stale:
-                    view.refresh()
-                view.look()
-            self._last = now
-
-    def note(self, domain: Domain, id: str, packs: Iterable[bytes]) -> None:
-        """A layer or image was sent just now; `packs` hold all its chunks (those an upload wrote
-        and those it relied on)."""
-        with self._lock:
-            for view in self._views():
-                if view.domain is domain:
-                    view.packs[id] = frozenset(packs)
-
-    def exposed(self, snapshot: Snapshot) -> Exposed:
-        """After the snapshot was written: what of it is to be sent again, and then asked again. It
-        counts as durable once this is nothing.
-
-        Asked before the snapshot is written as well, it keeps one that is cut off right after
-        from being there without all it needs."""
-        with self._lock:
-            return self._exposed(snapshot)
-
-    def _exposed(self, snapshot: Snapshot) -> Exposed:
-        now = _uptime()
-        late = self._last is None or now - self._last > LONGEST
-        self._last = now
-        for view in self._views():
-            if late:
-                view.refresh()
-            view.look()
-            if late:
-                view.any = True  # tombstones may have come and gone meanwhile: look everything up
-            elif view.any:
-                view.domain.index.refresh()  # rewritten packs are named by new indexes
-        layers = set()
-        for number, layer in enumerate(snapshot.layers):
-            view = self._own if number else self._shared
-            if not view.safe(layer.id, view.domain.has_layer(layer.id), add_layer):
-                layers.add(layer.id)
-        images = set()
-        if snapshot.memory is not None:
-            image = snapshot.memory.id
-            if not self._own.safe(image, self._own.domain.has_image(image), add_image):
-                images.add(image)
-        return Exposed(frozenset(layers), frozenset(images))
-
-    def _views(self) -> tuple[_View, ...]:
-        return (self._own,) if self._own is self._shared else (self._own, self._shared)
+    It counts as durable once this is nothing after it was written. Asked before as well, it keeps a
+    send that is cut off right after from leaving a snapshot that is not whole.
+    """
+    layers = shared.exposed_layers([snapshot.layers[0].id])
+    layers |= own.exposed_layers(layer.id for layer in snapshot.layers[1:])
+    memory = snapshot.memory
+    images = frozenset([memory.id] if memory is not None and own.exposed_image(memory.id) else [])
+    return Exposed(layers, images)
 
 
 def _uptime() -> float:

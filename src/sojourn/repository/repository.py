@@ -29,7 +29,7 @@ from sojourn.repository.backends.opening import open_backend
 from sojourn.repository.config import Config
 from sojourn.repository.domains import Domain
 from sojourn.repository.keys import Keyring
-from sojourn.repository.pushes import Copies, Push, Watch
+from sojourn.repository.pushes import Copies, Push
 from sojourn.repository.session_records import (
     SESSION,
     SNAPSHOT,
