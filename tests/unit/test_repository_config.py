@@ -6,7 +6,6 @@ import threading
 
 import msgspec
 import pytest
-from support.packs import ROOT
 
 from sojourn.errors import (
     IntegrityError,
@@ -21,6 +20,7 @@ from sojourn.repository import config
 from sojourn.repository.backends.opening import open_backend
 from sojourn.repository.keys import PLAIN, wrap_root
 from sojourn.repository.sealed import CONFIG, WRAPPED, seal
+from support.packs import ROOT
 
 OLD, NEW, OTHER = b"the old secret of ours", b"the new secret of ours", b"nobody's secret at all"
 

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.packs import made_up
 
 from sojourn.errors import IntegrityError, ObjectMissing, StoreUnreachable
 from sojourn.repository import indexes, tables
 from sojourn.repository.indexes import Index, decode_index, encode_index
 from sojourn.repository.records import MAX_CHUNKS
+from support.packs import made_up
 
 # Names that begin alike are the hard case of the sorted runs; there are no such hashes at will.
 NAMES = [head + bytes([tail]) for head in (b"aaaa", b"aaab", b"zzzz") for tail in range(9)]

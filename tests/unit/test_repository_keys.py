@@ -9,7 +9,6 @@ import traceback
 
 import msgspec
 import pytest
-from support.packs import CLOSED, OPEN, ROOT
 
 from sojourn.errors import IntegrityError, InvalidRequest, StoreKeyInvalid
 from sojourn.repository.keys import (
@@ -20,6 +19,7 @@ from sojourn.repository.keys import (
     unwrap_root,
     wrap_root,
 )
+from support.packs import CLOSED, OPEN, ROOT
 
 SECRET = b"a secret of the operator"
 NAMING = "cf6c687421c3fd71986d91f2ddce6e0a38e69fbe20f68babb68ac49fa29672a0"

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.packs import CLOSED, OPEN, forged_pack, made_up, make_pack, name_of
 
 from sojourn.errors import IntegrityError, ObjectMissing
 from sojourn.repository import packs
@@ -26,6 +25,7 @@ from sojourn.repository.packs import (
     read_footer,
 )
 from sojourn.repository.records import BLOCK, CHUNK, COMPRESSED, MAX_CHUNKS
+from support.packs import CLOSED, OPEN, forged_pack, made_up, make_pack, name_of
 
 KEYS = st.sampled_from([OPEN, CLOSED])
 BOTH = pytest.mark.parametrize("keys", [OPEN, CLOSED], ids=["open", "encrypted"])

@@ -7,7 +7,6 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.packs import CLOSED, OPEN, ROOT
 
 from sojourn.errors import IntegrityError, TooLarge
 from sojourn.repository.keys import PLAIN, Keyring
@@ -22,6 +21,7 @@ from sojourn.repository.sealed import (
     seal,
     unseal,
 )
+from support.packs import CLOSED, OPEN, ROOT
 
 BOTH = pytest.mark.parametrize("keys", [OPEN, CLOSED], ids=["open", "encrypted"])
 PLACE = b"ten_1/tenant"
