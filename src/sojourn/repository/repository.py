@@ -30,6 +30,7 @@ from sojourn.repository.config import Config
 from sojourn.repository.domains import Domain
 from sojourn.repository.keys import Keyring
 from sojourn.repository.pushes import Copies, Push
+from sojourn.repository.reliance import Watch
 from sojourn.repository.session_records import (
     SESSION,
     SNAPSHOT,
