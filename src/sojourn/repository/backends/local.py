@@ -4,27 +4,24 @@ Guarantee: that of `backends.base`, and after a power cut too. An object is writ
 file beside the others, synced, and only then given its name; its directory, and directories newly
 made for it, are synced before the put is acknowledged. What is under a key is therefore always a
 whole object. Conditional writes hold between processes: whatever changes or removes an object that
-is there does so under one advisory lock of the directory.
+is there does so under the one lock of the directory.
 
     #lock      the lock; its absence tells a directory that is not (or no longer) a store
-    #staging/  temporaries; each is locked by its writer while it lives, so that what a crashed
-               one left is told from the rest without clocks or process ids, and removed
+    #staging/  temporaries (see directories.py)
 
 `#` is in no key, so neither is ever listed or named.
 
 This does not go through obstore's LocalStore, which was looked at first (0.12): it syncs neither
-files nor directories, has no conditional replace (`PutMode::Update` is not implemented), tells
-versions by times in microseconds, and leaves its temporaries between the objects. What remained
-for it were reads, which are one `pread` each here.
+files nor directories, has no conditional replace (`PutMode::Update` is not implemented), and leaves
+its temporaries between the objects. What remained for it were reads, which are one `pread` each
+here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import secrets
 import stat
 import threading
 import time
@@ -42,16 +39,15 @@ from sojourn.errors import (
     StoreUnreachable,
 )
 from sojourn.repository.backends.base import ObjectInfo
+from sojourn.repository.backends.directories import Directory, make_root, sync_directory
 from sojourn.repository.backends.object_keys import check_key, check_prefix, check_ranges, is_key
 
-LOCK = "#lock"
-STAGING = "#staging"
-_LOCK_WAIT = 60.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NESTED = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY})
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_MOST = 1 << 30  # bytes asked of one system call
+_PIECE = 1 << 30  # bytes asked of one system call
+_BATCH = 256  # deletions under one hold of the lock
 
 
 class LocalBackend:
@@ -60,24 +56,20 @@ class LocalBackend:
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
+        self._directory = Directory(self._root)
         self._known: set[str] = set()  # directories that are there and synced
         self._guard = threading.Lock()
         with self._failures("opening the store"):
-            _make_root(self._root)
             try:
-                self._make_marks()
-                self._sweep()
+                make_root(self._root)
+            except (NotADirectoryError, FileExistsError):
+                raise InvalidRequest(f"The object store {self._root} is no directory.") from None
+            try:
+                self._directory.prepare()
             except OSError as error:
                 # A store that may only be read is one too: putting will say what is wrong.
-                if error.errno not in _REFUSED or not (self._root / LOCK).exists():
+                if error.errno not in _REFUSED or not self._directory.is_store():
                     raise
-
-    def _make_marks(self) -> None:
-        with contextlib.suppress(FileExistsError):
-            (self._root / STAGING).mkdir(mode=0o700)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        os.close(os.open(self._root / LOCK, flags, mode=0o600))
-        _sync_directory(self._root)
 
     @property
     def url(self) -> str:
@@ -87,52 +79,50 @@ class LocalBackend:
     def put(
         self, key: str, data: bytes, *, create: bool = False, replaces: str | None = None
     ) -> str:
-        path = self._path(key)
+        path = self._root / check_key(key)
         with self._failures(f"writing {key}"):
-            if create and path.exists():
-                version = self._compare(key, data)
-            else:
+            version = self._same(key, data) if create else None
+            if version is None:
                 version = self._put(key, path, data, create, replaces)
             # Also where another one wrote the same: it may not have come to this yet.
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
             return version
 
     def _put(self, key: str, path: Path, data: bytes, create: bool, replaces: str | None) -> str:
-        with self._staged(data) as (temporary, descriptor):
-            for again in (True, False):
+        with self._directory.staged(data) as (temporary, descriptor):
+            for _ in range(2):
                 self._make_parents(key)
                 try:
                     if create:
-                        return self._link(key, path, temporary, descriptor, data)
+                        os.link(temporary, path)
+                        return _version(os.fstat(descriptor))
                     return self._rename(key, path, temporary, descriptor, replaces)
+                except FileExistsError:
+                    if path.is_dir():
+                        raise IsADirectoryError(errno.EISDIR, "a directory", str(path)) from None
+                    version = self._same(key, data)
+                    if version is not None:
+                        return version
                 except FileNotFoundError:
-                    if not again:
-                        raise
                     with self._guard:
                         self._known.clear()  # someone removed a directory
-        raise AssertionError("unreachable")
+        raise StoreUnreachable(f"{key} or its directory is removed all the time.", key=key)
 
-    def _compare(self, key: str, data: bytes) -> str:
-        """A create that finds an object: the version of the same bytes, or Conflict."""
+    def _same(self, key: str, data: bytes) -> str | None:
+        """The version of the object that is there, when it has these bytes; None where there is
+        none; otherwise Conflict."""
         try:
-            there, version = self._read(key, limit=None)
+            with self._opened(key) as (descriptor, found):
+                if found.st_size == len(data) and _read(descriptor, key, 0, len(data)) == data:
+                    return _version(found)
         except ObjectMissing:
-            raise Conflict(f"{key} was removed while it was written.", key=key) from None
-        if there != data:
-            raise Conflict(f"{key} is there already, with other content.", key=key)
-        return version
-
-    def _link(self, key: str, path: Path, temporary: Path, descriptor: int, data: bytes) -> str:
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return self._compare(key, data)
-        return _version(os.fstat(descriptor))
+            return None
+        raise Conflict(f"{key} is there already, with other content.", key=key)
 
     def _rename(
         self, key: str, path: Path, temporary: Path, descriptor: int, replaces: str | None
     ) -> str:
-        with self._locked():
+        with self._directory.locked():
             try:
                 before: os.stat_result | None = path.stat(follow_symlinks=False)
             except FileNotFoundError:
@@ -150,41 +140,6 @@ class LocalBackend:
             temporary.rename(path)
             return _version(now)
 
-    @contextlib.contextmanager
-    def _staged(self, data: bytes) -> Iterator[tuple[Path, int]]:
-        """A synced temporary file with this content, locked; gone afterwards."""
-        temporary, descriptor = self._new_temporary()
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view[:_MOST]) :]
-            os.fsync(descriptor)
-            yield temporary, descriptor
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
-            os.close(descriptor)
-
-    def _new_temporary(self) -> tuple[Path, int]:
-        while True:
-            temporary = self._root / STAGING / secrets.token_hex(16)
-            try:
-                descriptor = os.open(temporary, _NEW, mode=0o600)
-            except FileNotFoundError:
-                self._check_there()
-                temporary.parent.mkdir(mode=0o700, exist_ok=True)
-                continue
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                if os.fstat(descriptor).st_nlink:
-                    return temporary, descriptor
-            except BaseException:
-                os.close(descriptor)
-                with contextlib.suppress(FileNotFoundError):
-                    temporary.unlink()
-                raise
-            os.close(descriptor)  # a sweep was faster than the lock: begin again
-
     def _make_parents(self, key: str) -> None:
         """Make the directories of a key. Each is synced into its parent the first time this
         process uses it, whoever made it: its maker may not have come to it."""
@@ -192,7 +147,7 @@ class LocalBackend:
         directory = "/".join(parts)
         if directory in self._known:
             return
-        self._check_there()
+        self._directory.require()
         at = self._root
         for part in parts:
             parent, at = at, at / part
@@ -200,47 +155,35 @@ class LocalBackend:
                 at.mkdir(mode=0o700)
             except FileExistsError:
                 if at.is_symlink():  # would lead out of the store
-                    raise StoreRefused(
-                        f"{at} is a symbolic link; nothing is written there."
-                    ) from None
-            _sync_directory(parent)
+                    raise StoreRefused(f"{at} is a link; nothing is written there.") from None
+            sync_directory(parent)
         with self._guard:
             self._known.add(directory)
 
     def delete(self, keys: Sequence[str]) -> None:
-        paths = [self._path(key) for key in keys]
-        if not paths:
-            return
+        paths = [self._root / check_key(key) for key in keys]
+        parents = set()
         with self._failures("removing objects"):
-            parents = set()
-            with self._locked():
-                for path in paths:
-                    with contextlib.suppress(
-                        FileNotFoundError, NotADirectoryError, IsADirectoryError
-                    ):
-                        path.unlink()
-                        parents.add(path.parent)
+            for start in range(0, len(paths), _BATCH):
+                with self._directory.locked():
+                    for path in paths[start : start + _BATCH]:
+                        if _unlink(path):
+                            parents.add(path.parent)
             for parent in parents:
-                _sync_directory(parent)
+                sync_directory(parent)
 
     # -- reading ----------------------------------------------------------------------------
     def get(self, key: str, *, limit: int | None = None) -> tuple[bytes, str]:
-        check_key(key)
-        with self._failures(f"reading {key}"):
-            return self._read(key, limit)
-
-    def _read(self, key: str, limit: int | None) -> tuple[bytes, str]:
-        with self._opened(key) as (descriptor, found):
+        with self._failures(f"reading {key}"), self._opened(key) as (descriptor, found):
             if limit is not None and found.st_size > limit:
                 raise IntegrityError(
                     f"{key} has {found.st_size} bytes, more than the {limit} it may have.",
                     object=key,
                 )
-            return _read_at(descriptor, key, 0, found.st_size), _version(found)
+            return _read(descriptor, key, 0, found.st_size), _version(found)
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        check_key(key)
-        check_ranges(list(ranges))
+        check_ranges(ranges)
         with self._failures(f"reading {key}"), self._opened(key) as (descriptor, found):
             for offset, length in ranges:
                 if length and offset + length > found.st_size:
@@ -248,26 +191,24 @@ class LocalBackend:
                         f"{key} has {found.st_size} bytes, too few for {offset}+{length}.",
                         object=key,
                     )
-            return [_read_at(descriptor, key, offset, length) for offset, length in ranges]
+            return [_read(descriptor, key, offset, length) for offset, length in ranges]
 
     def get_tail(self, key: str, length: int) -> tuple[bytes, int]:
-        check_key(key)
         check_ranges([(0, length)])
         with self._failures(f"reading {key}"), self._opened(key) as (descriptor, found):
             start = max(0, found.st_size - length)
-            return _read_at(descriptor, key, start, found.st_size - start), found.st_size
+            return _read(descriptor, key, start, found.st_size - start), found.st_size
 
     def head(self, key: str) -> ObjectInfo:
-        check_key(key)
         with self._failures(f"looking for {key}"), self._opened(key) as (_, found):
             return _info(key, found)
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, os.stat_result]]:
         try:
-            descriptor = os.open(self._root / key, _READ)
+            descriptor = os.open(self._root / check_key(key), _READ)
         except (FileNotFoundError, NotADirectoryError):
-            self._check_there()
+            self._directory.require()
             raise ObjectMissing(f"There is no object {key}.", key=key) from None
         try:
             found = os.fstat(descriptor)
@@ -280,88 +221,44 @@ class LocalBackend:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """In the order of the keys."""
         check_prefix(prefix)
-        with self._failures(f"listing {prefix or 'the store'}"):
-            self._check_there()
-            yield from self._walk(prefix, missing=True)
-
-    def _walk(self, prefix: str, *, missing: bool) -> Iterator[ObjectInfo]:
-        found: list[tuple[str, os.stat_result | None]] = []
-        try:
-            with os.scandir(self._root / prefix) as entries:
-                for entry in entries:
-                    if not is_key(prefix + entry.name):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        found.append((entry.name + "/", None))
-                    elif entry.is_file(follow_symlinks=False):
-                        with contextlib.suppress(FileNotFoundError):  # removed just now
-                            found.append((entry.name, entry.stat(follow_symlinks=False)))
-        except (FileNotFoundError, NotADirectoryError):
-            if missing:
+        with self._failures(f"listing {prefix or 'everything'}"):
+            self._directory.require()
+            try:
+                found = self._entries(prefix)
+            except (FileNotFoundError, NotADirectoryError):
                 return
-            raise
-        found.sort(key=lambda pair: pair[0])
+            yield from self._below(prefix, found)
+
+    def _below(
+        self, prefix: str, found: Sequence[tuple[str, os.stat_result | None]]
+    ) -> Iterator[ObjectInfo]:
         for name, facts in found:
             if facts is None:
-                yield from self._walk(prefix + name, missing=False)
+                yield from self._below(prefix + name, self._entries(prefix + name))
             else:
                 yield _info(prefix + name, facts)
+
+    def _entries(self, prefix: str) -> Sequence[tuple[str, os.stat_result | None]]:
+        """Objects of one directory with their facts, directories with a slash after their name:
+        that is where they stand in the order of whole keys."""
+        found: list[tuple[str, os.stat_result | None]] = []
+        with os.scandir(self._root / prefix) as entries:
+            for entry in entries:
+                if not is_key(prefix + entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    found.append((entry.name + "/", None))
+                elif entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):  # removed just now
+                        found.append((entry.name, entry.stat(follow_symlinks=False)))
+        found.sort(key=lambda pair: pair[0])
+        return found
 
     def now(self) -> float:
         return time.time()
 
     def close(self) -> None:
         """Nothing is held open."""
-
-    # -- the directory ----------------------------------------------------------------------
-    def _path(self, key: str) -> Path:
-        return self._root / check_key(key)
-
-    def _check_there(self) -> None:
-        """An absent object is only believed where the store itself is present: a file system that
-        is not mounted must not look like a store without objects."""
-        if not (self._root / LOCK).exists():
-            raise StoreUnreachable(
-                f"{self._root} is not the store it was: is its file system mounted?",
-                url=self.url,
-            )
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """The directory's lock, between threads and processes."""
-        self._check_there()
-        descriptor = os.open(self._root / LOCK, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            deadline = time.monotonic() + _LOCK_WAIT
-            pause = 0.0005
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise StoreUnreachable(
-                            f"Another process holds the lock of {self._root}.", url=self.url
-                        ) from None
-                time.sleep(pause)
-                pause = min(pause * 2, 0.02)
-            yield
-        finally:
-            os.close(descriptor)
-
-    def _sweep(self) -> None:
-        """Remove the temporaries of writers that are gone."""
-        with os.scandir(self._root / STAGING) as entries:
-            names = [entry.path for entry in entries]
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    with contextlib.suppress(BlockingIOError):  # its writer lives
-                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        Path(name).unlink()
-                finally:
-                    os.close(descriptor)
 
     @contextlib.contextmanager
     def _failures(self, doing: str) -> Iterator[None]:
@@ -380,39 +277,25 @@ class LocalBackend:
                 ) from error
             if error.errno in _REFUSED:
                 raise StoreRefused(f"{cause}: {where}.", cause=cause) from error
-            if error.errno in {errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY}:
+            if error.errno in _NESTED:
                 raise Conflict(f"A key is the beginning of another: {where}.") from error
             if error.errno == errno.ENOENT:
-                self._check_there()
+                self._directory.require()
             raise StoreUnreachable(f"{cause}: {where}.", cause=cause) from error
 
 
-def _make_root(root: Path) -> None:
-    if root.exists() and not root.is_dir():
-        raise InvalidRequest(f"The object store {root} is no directory.")
-    missing = []
-    at = root
-    while not at.exists():
-        missing.append(at)
-        at = at.parent
-    for directory in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
-        _sync_directory(directory.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _unlink(path: Path) -> bool:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        path.unlink()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return False
+    return True
 
 
-def _read_at(descriptor: int, key: str, offset: int, length: int) -> bytes:
+def _read(descriptor: int, key: str, offset: int, length: int) -> bytes:
     pieces = []
     while length:
-        piece = os.pread(descriptor, min(length, _MOST), offset)
+        piece = os.pread(descriptor, min(length, _PIECE), offset)
         if not piece:
             raise IntegrityError(f"{key} was cut off while it was read.", object=key)
         pieces.append(piece)

@@ -7,6 +7,7 @@ file system as well as in a bucket; every backend refuses the same ones, before 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from sojourn.errors import InvalidRequest
 
@@ -44,7 +45,7 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
-def check_ranges(ranges: list[tuple[int, int]]) -> None:
+def check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
     """Refuse pieces that begin before the object or have a negative length."""
     for offset, length in ranges:
         if offset < 0 or length < 0:

@@ -149,7 +149,7 @@ class ObjectBackend:
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         check_key(key)
-        check_ranges(list(ranges))
+        check_ranges(ranges)
         wanted = [(offset, length) for offset, length in ranges if length]
         if not wanted:
             self.head(key)

@@ -129,8 +129,12 @@ _OPTIONS = (
 
 
 def _check_endpoint(endpoint: str) -> None:
-    parts = urlsplit(endpoint)
-    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
+    try:
+        parts = urlsplit(endpoint)
+        good = parts.scheme in {"http", "https"} and parts.hostname and "@" not in parts.netloc
+    except ValueError:
+        good = False
+    if not good:
         raise InvalidRequest(
             "AWS_ENDPOINT_URL must be http://HOST:PORT or https://HOST:PORT, without credentials."
         )
