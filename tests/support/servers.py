@@ -16,10 +16,12 @@ UP = (sys.executable, "-m", "sojourn.cli.main", "up")
 
 
 class ServerProcess:
-    """Starts, kills and stops `sojourn up` on one data directory."""
+    """Starts, kills and stops `sojourn up` on one data directory. Without `store` there is no
+    object store, which most tests have no use for and every fresh one would get the template."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, store: str = "none") -> None:
         self.data = data
+        self.store = store
         self.url = ""
         self._log = data.parent / f"{data.name}.log"
         self._process: subprocess.Popen[str] | None = None
@@ -45,7 +47,7 @@ class ServerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | environment,
+                env=os.environ | {"SOJOURN_STORE": self.store} | environment,
             )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

@@ -28,7 +28,9 @@ from sojourn.repository.backends.base import Backend, ObjectInfo
 from sojourn.repository.backends.opening import open_backend
 from sojourn.repository.config import Config
 from sojourn.repository.domains import Domain
+from sojourn.repository.images_in import read_image, restore_image
 from sojourn.repository.keys import Keyring
+from sojourn.repository.layers_in import restore_layer
 from sojourn.repository.pushes import Copies, Push
 from sojourn.repository.reliance import Watch
 from sojourn.repository.session_records import (
@@ -210,8 +212,6 @@ class Repository:
     def fetch_layer(self, domain: str, layer: str, into: Path) -> Manifest:
         """Make a layer's tree at `into`, proven. Raises IntegrityError, StoreUnreachable,
         StorageFull."""
-        from sojourn.repository.layers_in import restore_layer
-
         return restore_layer(self.domain(domain), layer, into)
 
     def fetch_image(
@@ -219,8 +219,6 @@ class Repository:
     ) -> MemoryRef:
         """Make a memory image's files in `into`, proven. Pages that a cached image has come from
         there. Raises IntegrityError, StoreUnreachable, StorageFull."""
-        from sojourn.repository.images_in import read_image, restore_image
-
         place = self.domain(domain)
         maps = []
         for ref, files in cached:

@@ -5,7 +5,7 @@ the snapshot needs; what a crash cuts off is taken up at the next start and not 
 that cannot be reached costs nothing but lag, which is told; nothing is removed from the store
 before its row is gone.
 
-One worker does all of it in order: removals, then snapshots (heads of live sessions first), then
+One task does all of it in order: removals, then snapshots (heads of live sessions first), then
 the sessions' own records, then the local cache's limit. The order of two objects that depend on
 one another is therefore never in doubt.
 """
@@ -39,6 +39,7 @@ from sojourn.model import Session, SessionState, SnapshotKind
 from sojourn.repository.repository import Repository
 from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
 from sojourn.server.guards import StoreGuard
+from sojourn.server.sender import Sender
 from sojourn.server.sources import RepositorySource
 from sojourn.store.local import LocalStore
 
@@ -101,6 +102,8 @@ class Replicator:
     ) -> None:
         """Say where snapshots come from. `in_use` gives the layers and images of sandboxes."""
         self._store = store
+        if self.settings.url is not None:
+            self._sender = Sender(self.settings.url, self.settings.secret, store.root)
         self._source = source
         self._guard = guard
         self._in_use = in_use
@@ -123,10 +126,7 @@ class Replicator:
         StoreUnreachable."""
         settings = self.settings
         if settings.url is None:
-            raise Unsupported(
-                "this server keeps snapshots on its own disk only",
-                next_step="Start it with an object store (--store URL).",
-            )
+            raise _nowhere()
         with self._opening:
             found = self._repository
             if found is None:
@@ -157,8 +157,8 @@ class Replicator:
         """Stop after what is being sent; the next server goes on from there."""
         self._stopping = True
         self._wake.set()
-        if self._repository is not None:
-            self._repository.interrupt()
+        if self._task is not None:
+            await self._sender.close()
         if self._task is not None:
             await asyncio.wait({self._task})
             self._task = None
@@ -196,7 +196,8 @@ class Replicator:
         record = await database.get_snapshot(None, snapshot, hidden=True)
         if record.durable_at is not None:
             return record
-        await self.repository()
+        if self.settings.url is None:
+            raise _nowhere()
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(snapshot, []).append(future)
         self._hurry.add(snapshot)
@@ -258,26 +259,21 @@ class Replicator:
 
     async def _round(self) -> float:
         """All that is to be done now; answers after how many seconds there may be more."""
-        repository = await self.repository()
-        await self._remove(repository)
-        due = await self._send(repository)
-        await self._record(repository)
+        await self._remove()
+        due = await self._send()
+        await self._record()
         await self._evict()
         return due
 
-    async def _remove(self, repository: Repository) -> None:
+    async def _remove(self) -> None:
         database = self._database
         while removals := await database.store_removals(limit=200):
             for removal in removals:
-                if removal.kind == "session":
-                    work: Callable[[str, str], None] = repository.delete_session
-                else:
-                    work = repository.delete_snapshot
-                await asyncio.to_thread(work, removal.tenant, removal.object)
+                await self._sender.remove(removal.kind, removal.tenant, removal.object)
             faultpoints.reach("replicate.remove")
             await database.forget_removals([removal.id for removal in removals])
 
-    async def _send(self, repository: Repository) -> float:
+    async def _send(self) -> float:
         """Send what is due. Heads come first, and are looked for again after each snapshot."""
         database = self._database
         while not self._stopping:
@@ -292,7 +288,7 @@ class Replicator:
                 due = min(due, wait)
             if chosen is None:
                 return max(due, 0.02)
-            await self._send_one(repository, chosen)
+            await self._send_one(chosen)
         return _LOOK_SECONDS
 
     def _wait(self, record: SnapshotRecord, now: float) -> float:
@@ -305,18 +301,16 @@ class Replicator:
         # A clock set back must not make a snapshot wait for long.
         return min(record.created_at + self.settings.delay - now, self.settings.delay)
 
-    async def _send_one(self, repository: Repository, record: SnapshotRecord) -> None:
+    async def _send_one(self, record: SnapshotRecord) -> None:
         try:
             snapshot = await asyncio.to_thread(self._store.read_snapshot, record.id)
             parent = None
             if record.parent is not None:
                 with contextlib.suppress(SojournError):
                     parent = await asyncio.to_thread(self._store.read_snapshot, record.parent)
-            await self._tenant(repository, record.tenant)
-            await self._announce(repository, record.session)
-            sent = await asyncio.to_thread(
-                repository.push, record.tenant, snapshot, self._store, parent
-            )
+            await self._tenant(record.tenant)
+            await self._announce(record.session)
+            sent = await self._sender.push(record.tenant, snapshot, parent)
             self._sent += sent
             faultpoints.reach("replicate.push")
             if not await self._database.mark_durable(
@@ -349,29 +343,29 @@ class Replicator:
 
     # -- records ----------------------------------------------------------------------------
 
-    async def _tenant(self, repository: Repository, tenant: str) -> None:
+    async def _tenant(self, tenant: str) -> None:
         if tenant not in self._tenants:
             found = await self._database.get_tenant(tenant)
             record = TenantRecord(found.id, found.name, found.created_at)
-            await asyncio.to_thread(repository.put_tenant, record)
+            await self._sender.put_tenant(record)
             self._tenants.add(tenant)
 
-    async def _announce(self, repository: Repository, session: str) -> None:
+    async def _announce(self, session: str) -> None:
         """A session's record is there before its first snapshot: snapshots without a record are
         those of a deleted session."""
         if await self._database.record_digest(session) is None:
-            await self._record_one(repository, session)
+            await self._record_one(session)
 
-    async def _record(self, repository: Repository) -> None:
+    async def _record(self) -> None:
         while self._changed and not self._stopping:
             session = self._changed.pop()
             try:
-                await self._record_one(repository, session)
+                await self._record_one(session)
             except BaseException:
                 self._changed.add(session)
                 raise
 
-    async def _record_one(self, repository: Repository, id: str) -> None:
+    async def _record_one(self, id: str) -> None:
         """Write a session's record when it differs from what was written last."""
         database = self._database
         try:
@@ -405,9 +399,9 @@ class Replicator:
         digest = blake3(msgspec.msgpack.encode(record)).hexdigest()
         if digest == await database.record_digest(id):
             return
-        await self._tenant(repository, session.tenant)
+        await self._tenant(session.tenant)
         stamped = msgspec.structs.replace(record, written_at=time.time())
-        await asyncio.to_thread(repository.put_session, stamped)
+        await self._sender.put_session(stamped)
         faultpoints.reach("replicate.record")
         with contextlib.suppress(SessionNotFound):
             await database.note_record(id, digest)
@@ -428,3 +422,10 @@ class Replicator:
             )
         if freed:
             log.info("the local cache gave %d bytes back", freed)
+
+
+def _nowhere() -> Unsupported:
+    return Unsupported(
+        "this server keeps snapshots on its own disk only",
+        next_step="Start it with an object store (--store URL).",
+    )

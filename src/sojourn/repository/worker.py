@@ -1,0 +1,163 @@
+"""`python -m sojourn.repository.worker`: sends to the object store in a process of its own.
+
+Guarantee: hashing, compressing and encrypting never hold up the process that serves sessions, and
+take the processor only when nobody else wants it. The worker ends when its standard input does,
+so none outlives the server that started it; what it was sending is taken up by the next one.
+
+Frames both ways: four bytes of length (big-endian), then MessagePack. First comes `Start`, then
+requests `[name, arguments]`, answered in order by `[result, null]` or `[null, error body]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import queue
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from sojourn.errors import SojournError, StorageFull, to_body
+from sojourn.model.snapshots import Snapshot
+from sojourn.repository.copies import StoredCopies
+from sojourn.repository.repository import Repository
+from sojourn.repository.session_records import SessionRecord, TenantRecord
+
+log = logging.getLogger(__name__)
+
+LENGTH = struct.Struct(">I")
+LARGEST = 64 << 20
+_NICE = 10
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What a worker works on: the repository's URL and secret, the node's store."""
+
+    url: str
+    secret: bytes | None
+    store: str
+
+    def __repr__(self) -> str:
+        return f"Start(url={self.url!r})"
+
+
+class Push(msgspec.Struct, frozen=True):
+    """The arguments of a push."""
+
+    tenant: str
+    snapshot: Snapshot
+    parent: Snapshot | None
+
+
+class Named(msgspec.Struct, frozen=True):
+    """The arguments of a removal."""
+
+    tenant: str
+    id: str
+
+
+def encode_frame(value: Any) -> bytes:
+    """A value as a frame."""
+    payload = msgspec.msgpack.encode(value)
+    return LENGTH.pack(len(payload)) + payload
+
+
+def _read_frame(source: BinaryIO) -> bytes | None:
+    head = source.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    if length > LARGEST:
+        return None
+    payload = source.read(length)
+    return payload if len(payload) == length else None
+
+
+class _Worker:
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._repository: Repository | None = None
+        self._copies = StoredCopies(Path(start.store))
+        self._calls: dict[str, tuple[type, Callable[[Any], Any]]] = {
+            "push": (Push, self._push),
+            "put_tenant": (TenantRecord, lambda record: self._opened().put_tenant(record)),
+            "put_session": (SessionRecord, lambda record: self._opened().put_session(record)),
+            "delete_session": (
+                Named,
+                lambda one: self._opened().delete_session(one.tenant, one.id),
+            ),
+            "delete_snapshot": (
+                Named,
+                lambda one: self._opened().delete_snapshot(one.tenant, one.id),
+            ),
+        }
+
+    def _opened(self) -> Repository:
+        if self._repository is None:
+            start = self._start
+            self._repository = Repository.open(start.url, start.secret, create=True)
+        return self._repository
+
+    def _push(self, asked: Push) -> int:
+        return self._opened().push(asked.tenant, asked.snapshot, self._copies, asked.parent)
+
+    def answer(self, frame: bytes) -> bytes:
+        """Do what a frame asks for."""
+        try:
+            name, arguments = msgspec.msgpack.decode(frame, type=tuple[str, msgspec.Raw])
+            kind, call = self._calls[name]
+            return encode_frame((call(msgspec.msgpack.decode(arguments, type=kind)), None))
+        except SojournError as error:
+            return encode_frame((None, to_body(error)))
+        except OSError as error:
+            return encode_frame((None, to_body(_typed(error))))
+        except Exception as error:
+            # A fault here is told like any other failure; the next snapshot may fare better.
+            log.exception("a fault while sending")
+            return encode_frame((None, to_body(SojournError(f"a fault while sending: {error!r}"))))
+
+
+def _typed(error: OSError) -> SojournError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageFull(f"no room for what is being sent: {error}")
+    return SojournError(f"sending failed: {error}")
+
+
+def _end_with_input(source: BinaryIO, frames: Callable[[bytes], None]) -> None:
+    """Pass frames on until the input ends; then end the process at once, whatever it does."""
+    while (frame := _read_frame(source)) is not None:
+        frames(frame)
+    os._exit(0)
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    # Ctrl-C in a terminal goes to the whole group; the server decides when its worker ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(
+        target=_end_with_input, args=(sys.stdin.buffer, asked.put), daemon=True
+    ).start()
+    worker = _Worker(msgspec.msgpack.decode(asked.get(), type=Start))
+    while True:
+        sys.stdout.buffer.write(worker.answer(asked.get()))
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The server's end of the process that sends to the object store.
+
+Guarantee: a call is answered, or raises what went wrong there, or Interrupted when the process
+ended; it may then be made again, because every call can be repeated. The process is started when
+it is needed and ended when it was idle for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sojourn.errors import ErrorBody, Interrupted, from_body
+from sojourn.model import Snapshot
+from sojourn.repository.session_records import SessionRecord, TenantRecord
+from sojourn.repository.worker import LENGTH, Named, Push, Start, encode_frame
+
+log = logging.getLogger(__name__)
+
+_IDLE_SECONDS = 20.0
+
+
+class Sender:
+    """One worker process at a time, one call at a time."""
+
+    def __init__(self, url: str, secret: bytes | None, store: Path) -> None:
+        self._start = Start(url, secret, str(store))
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._idle: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def push(self, tenant: str, snapshot: Snapshot, parent: Snapshot | None) -> int:
+        """As `Repository.push`, from the node's store."""
+        return int(await self._call("push", Push(tenant, snapshot, parent)))
+
+    async def put_tenant(self, record: TenantRecord) -> None:
+        """As `Repository.put_tenant`."""
+        await self._call("put_tenant", record)
+
+    async def put_session(self, record: SessionRecord) -> None:
+        """As `Repository.put_session`."""
+        await self._call("put_session", record)
+
+    async def remove(self, kind: str, tenant: str, id: str) -> None:
+        """As `Repository.delete_session` or `Repository.delete_snapshot`."""
+        await self._call(f"delete_{kind}", Named(tenant, id))
+
+    async def close(self) -> None:
+        """End the process, whatever it is doing. Idempotent."""
+        self._closed = True
+        self._stay()
+        await self._end()
+
+    # -- the process ------------------------------------------------------------------------
+
+    async def _call(self, name: str, arguments: Any) -> Any:
+        async with self._turn:
+            if self._closed:
+                raise Interrupted("the server stops", next_step="")
+            self._stay()
+            try:
+                process = await self._running()
+                answer = await self._ask(process, (name, arguments))
+            except (OSError, EOFError, ConnectionError) as error:
+                await self._end()
+                raise Interrupted(
+                    f"the process that sends to the object store ended: {error}"
+                ) from error
+            except asyncio.CancelledError:
+                await self._end()  # its answer would be taken for that of the next call
+                raise
+            self._idle = asyncio.get_running_loop().call_later(_IDLE_SECONDS, self._rest)
+        result, failure = answer
+        if failure is not None:
+            raise from_body(failure)
+        return result
+
+    async def _ask(
+        self, process: asyncio.subprocess.Process, request: Any
+    ) -> tuple[Any, ErrorBody | None]:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(encode_frame(request))
+        await process.stdin.drain()
+        (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+        frame = await process.stdout.readexactly(length)
+        return msgspec.msgpack.decode(frame, type=tuple[Any, ErrorBody | None])
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "sojourn.repository.worker",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            self._process = process
+            assert process.stdin is not None
+            process.stdin.write(encode_frame(self._start))
+        return process
+
+    def _stay(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+
+    def _rest(self) -> None:
+        """End an idle process, which takes memory for nothing."""
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
