@@ -197,7 +197,7 @@ def samples() -> dict[str, list[bytes]]:
     index = encode_index([info])
     stored = {
         "format": 1,
-        "id": "r",
+        "id": "0" * 32,
         "created_at": 1.0,
         "encrypted": False,
         "parameters": dict(config.PARAMETERS),

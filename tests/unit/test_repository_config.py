@@ -16,13 +16,19 @@ from sojourn.errors import (
     StoreUnreachable,
     Unsupported,
 )
-from sojourn.repository import config
+from sojourn.repository import config, keys
 from sojourn.repository.backends.opening import open_backend
 from sojourn.repository.keys import PLAIN, wrap_root
 from sojourn.repository.sealed import CONFIG, WRAPPED, seal
 from support.packs import ROOT
 
 OLD, NEW, OTHER = b"the old secret of ours", b"the new secret of ours", b"nobody's secret at all"
+
+
+@pytest.fixture(autouse=True)
+def quick_secrets(monkeypatch):
+    """Wrapping is slow by design; its real cost is that of the tests of keys."""
+    monkeypatch.setitem(keys._SCRYPT, "n", 1 << 4)
 
 
 class CutOff:
@@ -65,7 +71,7 @@ def same(a, b) -> bool:
 def put_config(backend, **changes) -> None:
     fields = {
         "format": 1,
-        "id": "r",
+        "id": "0" * 32,
         "created_at": 1.0,
         "encrypted": False,
         "parameters": dict(config.PARAMETERS),
@@ -251,17 +257,98 @@ def test_a_damaged_key_beside_a_whole_one_is_no_hindrance():
         config.open_existing(backend, OTHER)
 
 
-def test_keys_of_other_repositories_are_passed_over_but_not_without_end():
+def put_key(backend, name: str, payload: bytes) -> None:
+    key = f"keys/{name}"
+    backend.put(key, seal(WRAPPED, payload, PLAIN, key.encode()))
+
+
+def test_keys_of_creations_that_were_cut_off_are_passed_over_and_removed():
+    backend = open_backend("memory:")
+    foreign = wrap_root(ROOT, OLD, "1" * 32)
+    for number in range(2 * config.MAX_KEYS):
+        put_key(backend, str(number), foreign)
+    made = config.create(backend, OLD)
+    assert len(keys_of(backend)) == 2
+    for number in range(2 * config.MAX_KEYS):
+        put_key(backend, str(number), foreign)
+    assert same(made, config.open_existing(backend, OLD))
+    with pytest.raises(StoreKeyInvalid):
+        config.open_existing(backend, OTHER)
+
+
+def test_keys_are_not_tried_without_end(monkeypatch):
     backend = open_backend("memory:")
     made = config.create(backend, OLD)
-    foreign = wrap_root(ROOT, OLD, "other")
-    for number in range(config.MAX_KEYS - 1):
-        key = f"keys/{number}"
-        backend.put(key, seal(WRAPPED, foreign, PLAIN, key.encode()))
-    assert same(made, config.open_existing(backend, OLD))
-    backend.put("keys/more", b"")
+    monkeypatch.setattr(config, "MAX_KEYS", 2)
+    unfit = wrap_root(ROOT, OTHER, made[0].id)
+    for number in range(3):
+        put_key(backend, f"-{number}", unfit)  # listed before the one that opens
     with pytest.raises(IntegrityError, match="wrapped keys"):
         config.open_existing(backend, OLD)
+    monkeypatch.setattr(config, "MAX_LISTED", 3)
+    with pytest.raises(IntegrityError, match="wrapped keys"):
+        config.open_existing(backend, OLD)
+
+
+def test_two_rotations_at_once_leave_a_way_in():
+    backend = open_backend("memory:")
+    made = config.create(backend, OLD)
+    barrier = threading.Barrier(2)
+
+    class Together:
+        """Both have written their key before either removes any."""
+
+        def __getattr__(self, name):
+            return getattr(backend, name)
+
+        def delete(self, keys):
+            barrier.wait(20)
+            backend.delete(keys)
+
+    threads = [
+        threading.Thread(target=config.rotate, args=(Together(), OLD, secret))
+        for secret in (NEW, OTHER)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for secret in (NEW, OTHER):
+        assert same(made, config.open_existing(backend, secret))
+    with pytest.raises(StoreKeyInvalid):
+        config.open_existing(backend, OLD)
+
+
+def test_a_rotation_during_the_opening_is_no_failure():
+    backend = open_backend("memory:")
+    made = config.create(backend, OLD)
+
+    class Rotated:
+        """The key that was listed goes before it is read."""
+
+        turns = 0
+
+        def __getattr__(self, name):
+            return getattr(backend, name)
+
+        def get(self, key, **options):
+            if key != "config" and not self.turns:
+                self.turns += 1
+                config.rotate(backend, OLD, NEW)
+            return backend.get(key, **options)
+
+    assert same(made, config.open_existing(Rotated(), NEW))
+
+
+def test_a_secret_of_newlines_rotates_to_what_opens():
+    backend = open_backend("memory:")
+    secret = NEW + b"\n\n"
+    made = config.create(backend, OLD)
+    config.rotate(backend, OLD, secret)
+    assert same(made, config.open_existing(backend, secret))
+    assert same(made, config.open_existing(backend, NEW + b"\n\n"))
+    with pytest.raises(StoreKeyInvalid):
+        config.open_existing(backend, NEW)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +359,7 @@ def test_keys_of_other_repositories_are_passed_over_but_not_without_end():
         {"root": b""},
         {"encrypted": True},
         {"id": 5},
+        {"id": "0" * 31 + "/"},
         {"more": 1},
         {"parameters": None},
         {"format": "1"},

@@ -26,6 +26,11 @@ NAMING = "cf6c687421c3fd71986d91f2ddce6e0a38e69fbe20f68babb68ac49fa29672a0"
 SEALING = "d31973feed16a00793cec956ab187dc1304b476ffc4717e10ecf744271770651"
 CUTTING = 1550703163464569628
 RECIPE_NAME = "d1b7825930d1cd5203395eaa8971d724e4fad5718d35edf1ed33e3830a7063cc"
+WRAPPED = (
+    "93d9203030303030303030303030303030303030303030303030303030303030303030c410982f89"
+    "dafd37a2ab8d1bb4edd9133f20c430289d957c965c0cc11c3f9c381efec0019951fe86ba772ef299"
+    "868abbc81b32bbfe2fbc80eace709cc3625c69c8549e27"
+)
 LAYER_NAME = "452a382120d1ec62c0ac45de58ae3681725a5df7e8f03839b7e4bcb083f5284f"
 
 
@@ -118,6 +123,12 @@ def test_a_wrapped_key_opens_with_its_secret_alone():
     moved = msgspec.structs.replace(found, repository="other")
     with pytest.raises(StoreKeyInvalid):
         unwrap_root(moved, SECRET, name="keys/1")
+
+
+def test_a_key_that_was_wrapped_by_this_format_opens():
+    # Written down, because the cost of guessing a secret must not change unseen.
+    found = read_wrapped(bytes.fromhex(WRAPPED), name="keys/1")
+    assert unwrap_root(found, SECRET, name="keys/1") == ROOT
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 Guarantee: whatever is cut off, wherever, the repository can be made or opened again: the wrapped
 root key is there before the configuration that makes the repository exist, and a new wrapping is
 proven to open before an old one goes. Of several creators at once one wins and the others open
-what it made. A repository that is not encrypted is never taken for one that is.
+what it made; of several rotations at once each new secret opens. A repository that is not
+encrypted is never taken for one that is.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Iterator
 
 import msgspec
 
@@ -18,7 +19,6 @@ from sojourn.errors import (
     Conflict,
     IntegrityError,
     ObjectMissing,
-    SojournError,
     StoreKeyInvalid,
     Unsupported,
 )
@@ -27,6 +27,7 @@ from sojourn.repository.keys import (
     KEY_BYTES,
     PLAIN,
     Keyring,
+    WrappedKey,
     clean_secret,
     read_wrapped,
     unwrap_root,
@@ -39,7 +40,10 @@ KEYS = "keys/"
 FORMAT = 1
 # What readers and writers must agree on. Other values would be another format.
 PARAMETERS = {"small_file": 1 << 20}
-MAX_KEYS = 16  # each takes 32 MiB and a tenth of a second to try
+MAX_KEYS = 16  # tried; each takes 32 MiB and a tenth of a second
+MAX_LISTED = 1024  # looked at: those of creations that were cut off are passed over
+_ATTEMPTS = 5
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +119,8 @@ def create(backend: Backend, secret: bytes | None) -> tuple[Config, Keyring]:
         if wrapped is not None:
             backend.delete([wrapped])
         return open_existing(backend, secret)
+    if wrapped is not None:
+        _sweep(backend, stored.id)
     return stored.config, Keyring(root, encrypted)
 
 
@@ -133,7 +139,7 @@ def open_existing(backend: Backend, secret: bytes | None) -> tuple[Config, Keyri
         return stored.config, Keyring(stored.root, False)
     if secret is None:
         raise StoreKeyInvalid("The repository is encrypted and no key was given.")
-    root, _ = _find_root(backend, stored.id, secret)
+    root = _find_root(backend, stored.id, secret)
     return stored.config, Keyring(root, True)
 
 
@@ -141,19 +147,22 @@ def rotate(backend: Backend, old: bytes, new: bytes) -> None:
     """Change the operator's secret: wrap the root key anew, prove that it opens, and only then
     remove the other wrappings. Cut off anywhere, the old secret, the new one or both open.
     Raises StoreKeyInvalid, InvalidRequest for a new secret too short or no encryption at all."""
-    new = clean_secret(new)
+    clean_secret(new)
     stored = _read_config(backend)
     if stored.root is not None:
         raise StoreKeyInvalid(
             "The repository is not encrypted: there is no key to change.",
             next_step="Make an encrypted repository and copy the snapshots there.",
         )
-    root, _ = _find_root(backend, stored.id, old)
+    root = _find_root(backend, stored.id, old)
+    # What goes is what was there before: of several rotations at once, the key written last was in
+    # nobody's list and stays.
+    before = _key_names(backend)
     written = _put_key(backend, root, new, stored.id)
     data, _ = backend.get(written, limit=largest(WRAPPED))
-    if _open_key(data, written, stored.id, new) != root:
+    if unwrap_root(_read_key(data, written), new, name=written) != root:
         raise IntegrityError(f"{written} does not hold what was written.", object=written)
-    backend.delete([key for key in _key_names(backend) if key != written])
+    backend.delete(before)
 
 
 def _put_key(backend: Backend, root: bytes, secret: bytes, repository: str) -> str:
@@ -176,6 +185,8 @@ def _read_config(backend: Backend) -> _Stored:
         stored = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise IntegrityError(f"{KEY} is malformed: {error}", object=KEY) from None
+    if _ID.fullmatch(stored.id) is None:
+        raise IntegrityError(f"{KEY} is malformed: its id is none.", object=KEY)
     held = KEY_BYTES if not stored.encrypted else 0
     if len(stored.root or b"") != held or (stored.root is None) != stored.encrypted:
         raise IntegrityError(f"{KEY} is inconsistent about its key.", object=KEY)
@@ -187,28 +198,46 @@ def _read_config(backend: Backend) -> _Stored:
     return stored
 
 
-def _find_root(backend: Backend, repository: str, secret: bytes) -> tuple[bytes, str]:
-    """The root key and the key of the object that held it."""
+def _find_root(backend: Backend, repository: str, secret: bytes) -> bytes:
     clean_secret(secret)
-    refused: SojournError | None = None
+    for _ in range(_ATTEMPTS):
+        root = _try_keys(backend, repository, secret)
+        if root is not None:
+            return root
+    raise IntegrityError("The wrapped keys change faster than they can be read.", object=KEYS)
+
+
+def _try_keys(backend: Backend, repository: str, secret: bytes) -> bytes | None:
+    """The root key, or None where a key went that may have been the one: a rotation is under way,
+    and what it wrote is to be listed again."""
+    tried = 0
+    gone = False
     damaged: IntegrityError | None = None
     for key in _key_names(backend):
         try:
             data, _ = backend.get(key, limit=largest(WRAPPED))
-            root = _open_key(data, key, repository, secret)
+            wrapped = _read_key(data, key)
         except ObjectMissing:
-            continue  # a rotation elsewhere removed it
+            gone = True
+            continue
         except IntegrityError as error:
             damaged = error
-        except StoreKeyInvalid as error:
-            refused = error
-        else:
-            if root is not None:
-                return root, key
+            continue
+        if wrapped.repository != repository:
+            continue
+        tried += 1
+        if tried > MAX_KEYS:
+            raise _too_many(tried)
+        try:
+            return unwrap_root(wrapped, secret, name=key)
+        except StoreKeyInvalid:
+            continue
+    if gone:
+        return None
     if damaged is not None:
         raise damaged  # it may be the very one this secret opens
-    if refused is not None:
-        raise StoreKeyInvalid("The given key does not open the repository.") from None
+    if tried:
+        raise StoreKeyInvalid("The given key does not open the repository.")
     raise IntegrityError(
         "The repository is encrypted but holds no wrapped key: it cannot be opened.",
         object=KEYS,
@@ -216,20 +245,35 @@ def _find_root(backend: Backend, repository: str, secret: bytes) -> tuple[bytes,
     )
 
 
-def _open_key(data: bytes, key: str, repository: str, secret: bytes) -> bytes | None:
-    """The root key, or None where the object is of a repository that was never made."""
-    wrapped = read_wrapped(unseal(WRAPPED, data, PLAIN, key.encode(), name=key), name=key)
-    if wrapped.repository != repository:
-        return None
-    return unwrap_root(wrapped, secret, name=key)
+def _read_key(data: bytes, key: str) -> WrappedKey:
+    return read_wrapped(unseal(WRAPPED, data, PLAIN, key.encode(), name=key), name=key)
 
 
-def _key_names(backend: Backend) -> Iterator[str]:
-    names = sorted(info.key for info in backend.list(KEYS))
-    if len(names) > MAX_KEYS:
-        raise IntegrityError(
-            f"There are {len(names)} wrapped keys where a few are expected.",
-            object=KEYS,
-            next_step="Remove those that do not belong there; each takes long to try.",
-        )
-    yield from names
+def _sweep(backend: Backend, repository: str) -> None:
+    """Remove the keys of creations that were cut off. Once there is a configuration no other
+    creation can succeed, so nothing will ever name them."""
+    for key in _key_names(backend):
+        try:
+            data, _ = backend.get(key, limit=largest(WRAPPED))
+            foreign = _read_key(data, key).repository != repository
+        except (ObjectMissing, IntegrityError):
+            continue  # gone by itself, or nobody can tell whose it is
+        if foreign:
+            backend.delete([key])
+
+
+def _key_names(backend: Backend) -> list[str]:
+    names = []
+    for info in backend.list(KEYS):
+        names.append(info.key)
+        if len(names) > MAX_LISTED:
+            raise _too_many(len(names))
+    return sorted(names)
+
+
+def _too_many(count: int) -> IntegrityError:
+    return IntegrityError(
+        f"There are {count} wrapped keys or more, where a few are expected.",
+        object=KEYS,
+        next_step="Remove those that do not belong there; each takes long to try.",
+    )
