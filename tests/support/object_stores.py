@@ -9,8 +9,9 @@
         assert proxy.count("PUT") == 3
 
 The server is moto: one process, everything in memory, conditional writes, pages of listings, bulk
-deletion; it checks no signatures and keeps nothing when it ends. The proxy is asyncio in a thread
-of the test. Both use free ports of the loopback address and end with their `with`.
+deletion; it checks signatures only when told to, and keeps nothing when it ends. The proxy is
+asyncio in a thread of the test. Both use free ports of the loopback address and end with their
+`with`.
 
 A fault applies to the next `times` requests (None: to all from now on) that match `method` and
 `key`, a regular expression searched in the request's target (path and query, as sent). The first
@@ -21,14 +22,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
+import ssl
 import subprocess
 import sys
 import threading
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 ACCESS_KEY = "AKIATESTACCESSKEY000"
@@ -60,14 +65,23 @@ class S3Server:
 
     @classmethod
     @contextlib.contextmanager
-    def running(cls) -> Iterator[S3Server]:
-        """Start one on a free port; it is gone afterwards."""
+    def running(
+        cls, *, free_requests: int | None = None, certificate: tuple[Path, Path] | None = None
+    ) -> Iterator[S3Server]:
+        """Start one on a free port; it is gone afterwards. With `free_requests` only so many are
+        answered before signatures are checked; with `certificate` and its key it speaks TLS."""
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+        if certificate is not None:
+            command += ["-s", "-c", str(certificate[0]), "-k", str(certificate[1])]
+        checked = {}
+        if free_requests is not None:
+            checked["INITIAL_NO_AUTH_ACTION_COUNT"] = str(free_requests)
         process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **checked},
         )
         drain: threading.Thread | None = None
         try:
@@ -75,7 +89,7 @@ class S3Server:
             said = b""
             for line in process.stderr:
                 said += line
-                found = re.search(rb"Running on (http://127\.0\.0\.1:\d+)", line)
+                found = re.search(rb"Running on (https?://127\.0\.0\.1:\d+)", line)
                 if found:
                     break
             else:
@@ -97,8 +111,42 @@ class S3Server:
         self._buckets += 1
         name = f"bucket-{self._buckets}"
         request = urllib.request.Request(f"{self.url}/{name}", method="PUT")
-        with urllib.request.urlopen(request):
+        trust = ssl._create_unverified_context() if self.url.startswith("https") else None
+        with urllib.request.urlopen(request, context=trust):
             return name
+
+    def make_user(self) -> dict[str, str]:
+        """Variables with the credentials of a new user who may do everything with buckets. Three
+        requests, of the free ones."""
+        self._manage(Action="CreateUser", UserName="someone")
+        answer = self._manage(Action="CreateAccessKey", UserName="someone")
+        allowed = {"Effect": "Allow", "Action": "s3:*", "Resource": "*"}
+        self._manage(
+            Action="PutUserPolicy",
+            UserName="someone",
+            PolicyName="all",
+            PolicyDocument=json.dumps({"Version": "2012-10-17", "Statement": [allowed]}),
+        )
+        found = {}
+        for variable, tag in (
+            ("AWS_ACCESS_KEY_ID", "AccessKeyId"),
+            ("AWS_SECRET_ACCESS_KEY", "SecretAccessKey"),
+        ):
+            value = re.search(f"<{tag}>(.*?)<", answer)
+            assert value is not None
+            found[variable] = value.group(1)
+        return found
+
+    def _manage(self, **parameters: str) -> str:
+        content = urllib.parse.urlencode({"Version": "2010-05-08", **parameters}).encode()
+        service = (
+            "Credential=x/20260101/us-east-1/iam/aws4_request, SignedHeaders=host, Signature=x"
+        )
+        request = urllib.request.Request(
+            self.url, data=content, headers={"Authorization": f"AWS4-HMAC-SHA256 {service}"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            return str(answer.read().decode())
 
 
 @dataclass

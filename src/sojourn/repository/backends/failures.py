@@ -74,7 +74,6 @@ _TRANSPORT = (
     ("ConnectionReset", "the connection was reset"),
     ("IncompleteMessage", "the connection ended in the middle"),
     ("dns error", "the host's name is not known"),
-    ("certificate", "the server's certificate is not trusted"),
     ("kind: Connect", "no connection could be made"),
     ("kind: Decode", "the answer was not understood"),
     ("kind: Timeout", "the request timed out"),
@@ -107,6 +106,8 @@ def judge(error: Exception) -> Failure:
             "there are no credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set,"
             " and this host has no role)",
         )
+    if "InvalidCertificate" in text:
+        return Failure(Verdict.REFUSED, "its certificate is not trusted (AWS_CA_BUNDLE)")
     if "BareRedirect" in text:
         return Failure(Verdict.REFUSED, "it redirects to nowhere: is AWS_REGION the bucket's?")
     if isinstance(error, (InvalidPathError, NotSupportedError, NotImplementedError)):

@@ -9,7 +9,9 @@ one place decides here how long a call may take.
 
 A conditional write whose answer was lost may have been done. When the next try finds its condition
 no longer true, the object that is there is compared with what was to be written: the same bytes
-mean that it was done. Objects are sealed with random salts, so equal bytes are one's own.
+mean that it was done. Objects are sealed with random salts, so equal bytes are one's own. A request
+given up here may still arrive at the store, late: objects that change are therefore only ever written
+with a condition, which it then no longer meets.
 
 Versions are ETags: on S3 those of the bytes, so that writing the very same bytes again gives the
 same version; the salt makes that harmless as well.
