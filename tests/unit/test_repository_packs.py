@@ -130,7 +130,7 @@ def test_a_block_opens_only_where_it_belongs(keys):
     ):
         with pytest.raises(IntegrityError) as caught:
             open_block(bad, info, number, keys)
-        assert caught.value.details["object"] == f"pack {info.id.hex()}"
+        assert caught.value.details["object"] == key_of(info)
 
 
 def test_a_block_moved_within_an_encrypted_pack_does_not_open_even_if_the_records_say_so():

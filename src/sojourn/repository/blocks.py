@@ -18,7 +18,14 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from sojourn.errors import IntegrityError
 from sojourn.repository.compression import LEVEL, compress, decompress
 from sojourn.repository.keys import DomainKeys
-from sojourn.repository.records import BLOCK_LIMITS, COMPRESSED, META, SEAL_BYTES, PackInfo
+from sojourn.repository.records import (
+    BLOCK_LIMITS,
+    COMPRESSED,
+    META,
+    SEAL_BYTES,
+    PackInfo,
+    pack_key,
+)
 
 DIGEST_BYTES = 16
 _ASSOCIATED = struct.Struct("<32sIB")
@@ -73,24 +80,24 @@ def open_block(stored: bytes | memoryview, pack: PackInfo, number: int, keys: Do
     """The raw bytes of a block as read from its pack. Raises IntegrityError naming the pack."""
     block = pack.block(number)
     if len(stored) != block.stored or digest(stored) != block.digest:
-        raise damaged(pack.id, number, "differs from what was written")
+        raise damaged(keys, pack, number, "differs from what was written")
     if not 0 < block.raw <= BLOCK_LIMITS.get(pack.kind, 0):
-        raise damaged(pack.id, number, "declares a length over the limit")
+        raise damaged(keys, pack, number, "declares a length over the limit")
     body: bytes | memoryview = stored
     if keys.sealing is not None:
         associated = _ASSOCIATED.pack(pack.salt, number, block.flags)
         try:
             body = AESGCM(keys.pack_key(pack.salt)).decrypt(_nonce(number), stored, associated)
         except InvalidTag:
-            raise damaged(pack.id, number, "does not open with the domain's key") from None
+            raise damaged(keys, pack, number, "does not open with the domain's key") from None
     if not block.flags & COMPRESSED:
         if len(body) != block.raw:
-            raise damaged(pack.id, number, "is not of the length its record says")
+            raise damaged(keys, pack, number, "is not of the length its record says")
         return bytes(body)
     try:
         return decompress(body, block.raw)
     except ValueError as error:
-        raise damaged(pack.id, number, str(error)) from None
+        raise damaged(keys, pack, number, f"is damaged: {error}") from None
 
 
 def stored_limit(raw: int, keys: DomainKeys) -> int:
@@ -103,10 +110,10 @@ def digest(stored: Raw) -> bytes:
     return blake3(stored).digest(DIGEST_BYTES)
 
 
-def damaged(pack: bytes, number: int, cause: str) -> IntegrityError:
+def damaged(keys: DomainKeys, pack: PackInfo, number: int, cause: str) -> IntegrityError:
     """The error for a bad block."""
-    name = f"pack {pack.hex()}"
-    return IntegrityError(f"Block {number} of {name}: {cause}.", object=name, block=number)
+    key = pack_key(keys.domain, pack.id)
+    return IntegrityError(f"Block {number} of {key}: it {cause}.", object=key, block=number)
 
 
 def _shrinks(whole: Raw) -> bool:

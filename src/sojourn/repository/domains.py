@@ -17,7 +17,7 @@ from sojourn.errors import IntegrityError, ObjectMissing
 from sojourn.repository.backends.base import Backend, ObjectInfo
 from sojourn.repository.indexes import Index, decode_index, encode_index
 from sojourn.repository.keys import DomainKeys
-from sojourn.repository.records import PackInfo
+from sojourn.repository.records import PackInfo, pack_key
 from sojourn.repository.sealed import (
     DAMAGE,
     IMAGE,
@@ -69,12 +69,12 @@ class Domain:
         if group not in _GROUPS:
             raise ValueError(f"no objects are called {group}")
         if group == PACKS:
-            return f"{self.name}/packs/{name[:2]}/{name}"
+            return self.pack_key(name)
         return f"{self.name}/{group}/{name}"
 
     def pack_key(self, id: bytes | str) -> str:
         """The key of a pack."""
-        return self.key(PACKS, id if isinstance(id, str) else id.hex())
+        return pack_key(self.name, id)
 
     def layer_key(self, layer: str) -> str:
         """The key of a layer by its id."""

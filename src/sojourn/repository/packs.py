@@ -36,6 +36,7 @@ from sojourn.repository.records import (
     Block,
     PackInfo,
     Place,
+    pack_key,
 )
 from sojourn.repository.sealed import ENCRYPTED, FOOTER, HEADER, largest, seal, unseal
 
@@ -187,7 +188,7 @@ def parse_pack(data: bytes, keys: DomainKeys, *, name: str | None = None) -> Pac
     block, and the content of every chunk whose name follows from its bytes (all but recipes, whose
     name is that of the file they describe). Raises IntegrityError."""
     id = blake3(data).digest()
-    info = parse_records(data, keys, id, name if name is not None else f"pack {id.hex()}")
+    info = parse_records(data, keys, id, name if name is not None else pack_key(keys.domain, id))
     for _ in contents(data, info, keys):
         pass
     return info
@@ -215,7 +216,7 @@ def contents(data: bytes, info: PackInfo, keys: DomainKeys) -> Iterator[tuple[by
             raw, opened = memoryview(open_block(stored, info, number, keys)), number
         piece = raw[offset : offset + length]
         if not names_content(info.kind, name, piece, keys):
-            raise damaged(info.id, number, f"the chunk {name.hex()} is not what its name says")
+            raise damaged(keys, info, number, f"holds other content under the name {name.hex()}")
         yield name, piece
 
 

@@ -37,6 +37,12 @@ WHERE = struct.Struct("<III")
 _WORDS = CHUNK.size // 4
 
 
+def pack_key(domain: str, id: bytes | str) -> str:
+    """The key of a pack, by its id or its id in hex."""
+    name = id if isinstance(id, str) else id.hex()
+    return f"{domain}/packs/{name[:2]}/{name}"
+
+
 class Block(NamedTuple):
     """One block: where its stored bytes lie in the pack, and what they are."""
 
