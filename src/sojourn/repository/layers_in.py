@@ -79,7 +79,8 @@ def restore_layer(domain: Domain, layer: str, root: Path) -> Manifest:
     cause = flaw_of_tree(manifest)
     if cause is not None:
         raise IntegrityError(f"The manifest of {name} cannot be a tree: {cause}.", object=name)
-    root.mkdir(mode=0o700)
+    with disk_errors("restoring a layer"):
+        root.mkdir(mode=0o700)
     try:
         with disk_errors("restoring a layer"):
             try:
