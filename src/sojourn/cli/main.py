@@ -30,6 +30,8 @@ COMMANDS: dict[str, str] = {
     "status": "sojourn.cli.service:status",
     "template": "sojourn.cli.service:template",
     "token": "sojourn.cli.service:token",
+    "store": "sojourn.cli.store:store",
+    "recover": "sojourn.cli.recover:command",
 }
 """Every subcommand: its name, and `module:attribute` of its click command."""
 

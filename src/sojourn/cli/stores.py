@@ -6,12 +6,66 @@ same flags and variables; the secret is read from a file or the environment, nev
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
 
 from sojourn.errors import InvalidRequest
+from sojourn.model.paths import data_directory
+
+if TYPE_CHECKING:
+    from sojourn.repository.repository import Repository
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _NONE = "none"
+
+
+def store_options(command: F) -> F:
+    """`--store`, `--key-file` and `--data` of a command that works on an object store by itself;
+    it gets `url`, `key_file` and `data`."""
+    for option in (
+        click.option(
+            "--data",
+            type=click.Path(path_type=Path, file_okay=False),
+            callback=lambda _context, _option, given: (given or data_directory()).absolute(),
+            help="Data directory of the server. [SOJOURN_DATA]",
+        ),
+        click.option(
+            "--key-file",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help="File with the secret that opens an encrypted object store."
+            " [SOJOURN_STORE_KEY_FILE, or the secret itself in SOJOURN_STORE_KEY]",
+        ),
+        click.option(
+            "--store",
+            "url",
+            help="Object store: a directory, file:///DIR or s3://BUCKET/PREFIX."
+            " [SOJOURN_STORE; else `objects` in the data directory]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@contextlib.contextmanager
+def opened_repository(url: str | None, key_file: Path | None, data: Path) -> Iterator[Repository]:
+    """The repository that `store_options` name. Raises InvalidRequest, ObjectMissing,
+    StoreKeyInvalid, StoreUnreachable, StoreRefused, IntegrityError."""
+    from sojourn.repository.repository import Repository
+
+    location = store_location(url, data)
+    if location is None:
+        raise InvalidRequest("the server keeps no object store (SOJOURN_STORE is `none`)")
+    repository = Repository.open(location, store_secret(key_file))
+    try:
+        yield repository
+    finally:
+        repository.close()
 
 
 def store_location(given: str | None, data: Path) -> str | None:

@@ -1,0 +1,216 @@
+"""`sojourn store`: keeping the object store, without a server or beside one.
+
+Guarantee: every command here follows the repository's own protocol, so it may run while servers
+send, restore and collect. `check` ends with 112 when it found damage; nothing but `repair` and `gc`
+changes anything, and both say what they did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sojourn.cli.output import emit, facts, json_option, safe, say, size, table, working
+from sojourn.cli.stores import opened_repository, store_options, store_secret
+
+if TYPE_CHECKING:
+    from sojourn.repository.checks import Problem
+
+_PART = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
+
+
+@click.group("store", help="Keep the object store: check, count, collect, repair.")
+def store() -> None:
+    """The group itself does nothing."""
+
+
+@contextlib.contextmanager
+def progress(text: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of things done on a terminal's standard error; None where there is nobody to see it."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+# -- check ------------------------------------------------------------------------------------
+
+
+def _part(
+    _context: click.Context, _option: click.Parameter, given: str | None
+) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    found = _PART.fullmatch(given)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise click.BadParameter(f"{given!r} is not n/t with n from 1 to t")
+    return int(found[1]), int(found[2])
+
+
+@store.command("check")
+@click.option("--read-data", is_flag=True, help="Read and compare every byte.")
+@click.option(
+    "--read-data-subset",
+    "subset",
+    metavar="N/T",
+    callback=_part,
+    help="Read the n-th of t parts of the packs; all parts together are all.",
+)
+@store_options
+@json_option
+def check(
+    as_json: bool,
+    read_data: bool,
+    subset: tuple[int, int] | None,
+    url: str | None,
+    key_file: Path | None,
+    data: Path,
+) -> int:
+    """Prove that the object store is whole.
+
+    Exit code 0 when nothing is damaged, 112 when something is; each problem names the object, the
+    cause, and the sessions and snapshots it affects.
+    """
+    from sojourn.errors import IntegrityError
+    from sojourn.repository import checks
+
+    if read_data and subset is not None:
+        raise click.UsageError("Give --read-data or --read-data-subset, not both.")
+    with (
+        opened_repository(url, key_file, data) as repository,
+        progress("Looking into packs", quiet=as_json) as told,
+    ):
+        problems = list(
+            checks.check(
+                repository.backend,
+                repository.domain,
+                read_data=read_data,
+                subset=subset,
+                progress=told,
+            )
+        )
+        where = repository.url
+    damaged = any(problem.severity == checks.ERROR for problem in problems)
+    body = {"store": where, "damaged": damaged, "problems": problems}
+    emit(body, as_json, lambda: _show_problems(where, problems))
+    return IntegrityError.exit_code if damaged else 0
+
+
+def _show_problems(where: str, problems: list[Problem]) -> None:
+    if problems:
+        table(
+            ["SEVERITY", "DOMAIN", "OBJECT", "CAUSE", "SESSIONS", "SNAPSHOTS"],
+            [
+                (
+                    one.severity,
+                    one.domain,
+                    one.object,
+                    one.cause,
+                    " ".join(one.sessions),
+                    " ".join(one.snapshots),
+                )
+                for one in problems
+            ],
+        )
+    errors = sum(one.severity == "error" for one in problems)
+    if errors:
+        say(f"{safe(where)}: {errors} errors. `sojourn store repair` mends what can be mended.")
+    else:
+        say(f"{safe(where)}: no damage found.")
+
+
+# -- gc ---------------------------------------------------------------------------------------
+
+
+@store.command("gc")
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="What is found dead is removed by a collection this much later; 0: by this one.",
+)
+@store_options
+@json_option
+def gc(as_json: bool, grace: float, url: str | None, key_file: Path | None, data: Path) -> None:
+    """Remove what no snapshot needs, and pack anew what is mostly unused.
+
+    It may be cut off and repeated, and run beside servers. Where something that tells what is
+    needed cannot be read, nothing is removed.
+    """
+    from sojourn.repository.collection import collect
+
+    with (
+        opened_repository(url, key_file, data) as repository,
+        working(f"Collecting in {repository.url}", quiet=as_json),
+    ):
+        found = collect(repository.backend, repository.domain, grace=grace)
+
+    def show() -> None:
+        facts(
+            [
+                ("snapshots kept", found.snapshots),
+                ("freed", size(found.bytes)),
+                ("packs removed", found.packs),
+                ("layers and images removed", found.roots),
+                ("packs written anew", found.rewritten),
+                ("written", size(found.written_bytes)),
+                ("waits for its grace", size(found.waiting_bytes)),
+            ]
+        )
+
+    emit(found, as_json, show)
+
+
+# -- keys -------------------------------------------------------------------------------------
+
+
+@store.group("key", help="The secret that opens an encrypted object store.")
+def key() -> None:
+    """The group itself does nothing."""
+
+
+@key.command("rotate")
+@click.option(
+    "--new-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="File with the new secret.",
+)
+@store_options
+@json_option
+def rotate(
+    as_json: bool, new_key_file: Path, url: str | None, key_file: Path | None, data: Path
+) -> None:
+    """Change the secret. No data is read or written anew.
+
+    The old secret opens the store until the new one is proven to; from then on servers must be
+    started with the new one. Those that run go on.
+    """
+    from sojourn.errors import StoreKeyInvalid
+    from sojourn.repository import config
+
+    old, new = store_secret(key_file), store_secret(new_key_file)
+    assert new is not None
+    with opened_repository(url, key_file, data) as repository:
+        if old is None:
+            raise StoreKeyInvalid(
+                "the object store is not encrypted: there is no secret to change",
+                next_step="Make an encrypted one and copy the snapshots there.",
+            )
+        config.rotate(repository.backend, old, new)
+        where = repository.url
+    body: dict[str, Any] = {"store": where, "rotated": True}
+    emit(body, as_json, lambda: say(f"{safe(where)}: only the new secret opens it from now on."))
