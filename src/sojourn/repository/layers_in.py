@@ -59,7 +59,7 @@ _NO_ID = (1 << 32) - 1  # for chown: leave it as it is
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _SPECIAL = 0o7000
 _EMPTY = blake3(b"").digest()
-_DEFAULT_ACL = "system.posix_acl_default"
+_INHERITED = ("system.posix_acl_default", "system.posix_acl_access")
 
 
 def read_manifest(domain: Domain, layer: str) -> Manifest:
@@ -223,13 +223,14 @@ class _Restore:
 
     def _prepare_root(self) -> None:
         """Take back what the root got from the directory it was made in and would hand on."""
+        for key in _INHERITED:
+            try:
+                os.removexattr(self._root, key)
+            except OSError as error:
+                if error.errno not in (errno.ENODATA, errno.ENOTSUP):
+                    raise
         os.fchmod(self._root, 0o700)
         os.fchown(self._root, self._uid, self._gid)
-        try:
-            os.removexattr(self._root, _DEFAULT_ACL)
-        except OSError as error:
-            if error.errno not in (errno.ENODATA, errno.ENOTSUP):
-                raise
 
     # -- everything but contents ------------------------------------------------------------
     def _make_entries(self) -> None:
