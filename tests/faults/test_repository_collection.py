@@ -162,9 +162,7 @@ class Case:
         self._again = iter(ground.again)
 
     def node(self, backend: Backend) -> Node:
-        made = Node(backend, self.first.directory)
-        made.trees = self.first.trees
-        return made
+        return self.first.fresh(backend)
 
     def publisher(self, name: str = "publisher") -> Actor:
         """Makes the deleted snapshot durable again, under another id."""

@@ -76,6 +76,14 @@ class Node:
         self.trees: dict[str, tuple[Manifest, Path]] = {}
         self.images: dict[str, tuple[MemoryRef, Path]] = {}
 
+    def fresh(self, backend: Backend | None = None) -> Node:
+        """A process that starts now, with the same trees."""
+        made = Node.__new__(Node)
+        made.__dict__ = {**self.__dict__, "_domains": {}}
+        if backend is not None:
+            made.backend = backend
+        return made
+
     def domain(self, name: str = TENANT) -> Domain:
         if name not in self._domains:
             self._domains[name] = Domain(self.backend, self._keyring.domain(name))

@@ -151,6 +151,12 @@ class Domain:
                     self._index = index
         return index
 
+    def with_index(self, index: Index) -> Domain:
+        """The same domain with another index, for who must go on where one cannot be read."""
+        made = Domain(self.backend, self.keys)
+        made._index = index
+        return made
+
     def new_index(self) -> Index:
         """Another index of this domain, not read yet."""
         return Index(self._index_keys, self.read_index)

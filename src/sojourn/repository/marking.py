@@ -11,8 +11,9 @@ are ids and names of 32 bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import msgspec
 
@@ -34,6 +35,9 @@ from sojourn.store.snapshots import object_name as snapshot_object
 
 SHARED = "shared"
 _THREADS = 8
+_WALKERS = 4  # layers and images at once
+
+T = TypeVar("T")
 
 Holder = tuple[Domain, str]  # a snapshot and its domain
 
@@ -144,18 +148,33 @@ def mark(domains: Mapping[str, Domain], shared: str = SHARED) -> dict[str, Marks
     """Everything the snapshots of all domains need, by domain. `domains` are all there are, for the
     shared layers are needed by any of them. Raises IntegrityError naming what cannot be read."""
     found = references(domains, shared)
-    for marks in found.values():
-        for layer, holders in marks.layers.items():
-            try:
-                add_layer(marks.domain, layer, marks.chunks)
-            except (IntegrityError, ObjectMissing) as error:
-                _pass_over(error, layer_object(layer), holders, found)
-        for image, holders in marks.images.items():
-            try:
-                add_image(marks.domain, image, marks.chunks)
-            except (IntegrityError, ObjectMissing) as error:
-                _pass_over(error, image_object(image), holders, found)
+
+    def walk(task: tuple[Marks, bool, str]) -> None:
+        marks, image, id = task
+        holders = marks.images[id] if image else marks.layers[id]
+        try:
+            (add_image if image else add_layer)(marks.domain, id, marks.chunks)
+        except (IntegrityError, ObjectMissing) as error:
+            name = image_object(id) if image else layer_object(id)
+            _pass_over(error, name, holders, found)
+
+    tasks = [(marks, False, id) for marks in found.values() for id in marks.layers]
+    tasks += [(marks, True, id) for marks in found.values() for id in marks.images]
+    each(tasks, walk)
     return found
+
+
+def each(tasks: Sequence[T], work: Callable[[T], None]) -> None:
+    """Do the work for every task, a few at once. Raises the first error, and leaves the rest."""
+    if not tasks:
+        return
+    with ThreadPoolExecutor(min(_WALKERS, len(tasks)), "walk") as pool:
+        try:
+            for _ in pool.map(work, tasks):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _pass_over(
@@ -183,7 +202,8 @@ def _pass_over(
 
 def add_layer(domain: Domain, layer: str, chunks: set[bytes]) -> None:
     """Add the names of all chunks of a layer: segments, recipes, contents. Segments and recipes
-    whose names are there already are not read again. Raises ObjectMissing, IntegrityError."""
+    whose names are there already are not read again. Several threads may add to one set. Raises
+    ObjectMissing, IntegrityError."""
     chunk_name = domain.keys.chunk_name
     root = read_layer(domain, layer)
     fresh = {chunk_name(CHUNK_SEGMENT, content) for content in root.segments} - chunks
