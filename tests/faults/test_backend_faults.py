@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -379,6 +381,19 @@ def test_a_partition_is_unreachability_and_heals(
     assert backend.get("kept")[0] == CONTENT
     with pytest.raises(ObjectMissing):
         backend.get("new")
+
+
+def test_closing_ends_the_waiting_for_a_store_that_is_gone(proxy: FaultProxy, place: str) -> None:
+    patient = open_backend(place, options=s3_options(proxy.url, patience=3600))
+    proxy.answer(503, times=None)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(patient.get, "kept"), pool.submit(lambda: list(patient.list("")))]
+        while proxy.count("GET") < 6:
+            time.sleep(0.01)
+        patient.close()
+        for call in calls:
+            with pytest.raises(StoreUnreachable):
+                call.result(timeout=60)
 
 
 def test_without_credentials_it_is_refused_and_says_which(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -94,23 +95,26 @@ def test_a_bundle_of_authorities_that_cannot_be_read_is_refused(tmp_path: Path) 
     assert "AWS_CA_BUNDLE" in str(refused.value)
 
 
-class Clock:
-    """Time that passes by sleeping alone."""
+class Clock(threading.Event):
+    """Time that passes by waiting alone."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
         self.now = 1000.0
         self.pauses: list[float] = []
         monkeypatch.setattr(retrying.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(retrying.time, "sleep", self.sleep)
 
-    def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.now += seconds
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        if not self.is_set():
+            self.pauses.append(timeout)
+            self.now += timeout
+        return self.is_set()
 
 
 def test_pauses_grow_and_end_with_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    tries = retrying.Patience(total=60, first=0.1, longest=5).begin()
+    tries = retrying.Patience(total=60, first=0.1, longest=5).begin(clock)
     while tries.pause():
         assert clock.now < 1060
     assert tries.made == len(clock.pauses) + 1
@@ -122,7 +126,16 @@ def test_pauses_grow_and_end_with_the_patience(monkeypatch: pytest.MonkeyPatch) 
 
 def test_one_more_try_is_made_however_long_the_first_took(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    tries = retrying.Patience(total=1).begin()
+    tries = retrying.Patience(total=1).begin(clock)
     clock.now += 100
     assert tries.pause()
     assert not tries.pause()
+
+
+def test_nothing_is_waited_for_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    tries = retrying.Patience().begin(clock)
+    assert tries.pause()
+    clock.set()
+    assert not tries.pause()
+    assert len(clock.pauses) == 1

@@ -9,9 +9,9 @@ one place decides here how long a call may take.
 
 A conditional write whose answer was lost may have been done. When the next try finds its condition
 no longer true, the object that is there is compared with what was to be written: the same bytes
-mean that it was done. Objects are sealed with random salts, so equal bytes are one's own. A request
-given up here may still arrive at the store, late: objects that change are therefore only ever written
-with a condition, which it then no longer meets.
+mean that it was done. Objects are sealed with random salts, so equal bytes are one's own. A
+request given up here may still arrive at the store, late: objects that change are therefore only
+ever written with a condition, which it then no longer meets.
 
 Versions are ETags: on S3 those of the bytes, so that writing the very same bytes again gives the
 same version; the salt makes that harmless as well.
@@ -74,6 +74,7 @@ class ObjectBackend:
         self._patience = patience if patience is not None else Patience()
         self._local_clock = local_clock
         self._bucket_seen = local_clock
+        self._closed = threading.Event()
         self._clock_guard = threading.Lock()
         self._clock: tuple[float, float] | None = None  # our boot time, the store's time then
 
@@ -212,7 +213,7 @@ class ObjectBackend:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """In the order the store gives (on S3: of the keys)."""
         check_prefix(prefix)
-        tries = self._patience.begin()
+        tries = self._patience.begin(self._closed)
         last: str | None = None
         while True:
             try:
@@ -225,7 +226,7 @@ class ObjectBackend:
                         last = info.key
                         if is_key(info.key) and info.key.startswith(prefix):
                             yield info
-                    tries = self._patience.begin()
+                    tries = self._patience.begin(self._closed)
                 return
             except (BaseError, OSError, NotImplementedError) as raised:
                 failure = judge(raised)
@@ -252,7 +253,9 @@ class ObjectBackend:
         return self._read(CLOCK_KEY, read)
 
     def close(self) -> None:
-        """Connections end with the last reference to the store."""
+        """Calls under way end with the try they are at, later ones make only one. Connections end
+        with the last reference to the store."""
+        self._closed.set()
 
     # -- tries ------------------------------------------------------------------------------
     def _read(self, key: str, read: Callable[[], T]) -> T:
@@ -279,7 +282,7 @@ class ObjectBackend:
         raise final(failure, f"reading {key}", self._url)
 
     def _call(self, request: Callable[[], T]) -> T:
-        tries = self._patience.begin()
+        tries = self._patience.begin(self._closed)
         ambiguous = False
         while True:
             try:

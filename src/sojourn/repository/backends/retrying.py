@@ -8,6 +8,7 @@ patience and the time limit of one request (of two, where patience is shorter th
 from __future__ import annotations
 
 import random
+import threading
 import time
 from dataclasses import dataclass
 
@@ -20,16 +21,17 @@ class Patience:
     first: float = 0.1
     longest: float = 5.0
 
-    def begin(self) -> Tries:
-        """Start counting for one call."""
-        return Tries(self)
+    def begin(self, ended: threading.Event) -> Tries:
+        """Start counting for one call; `ended` ends all waiting."""
+        return Tries(self, ended)
 
 
 class Tries:
     """The tries of one call."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: Patience, ended: threading.Event) -> None:
         self._patience = patience
+        self._ended = ended
         self._deadline = time.monotonic() + patience.total
         self._pause = patience.first
         self.made = 1
@@ -39,7 +41,8 @@ class Tries:
         wait = self._pause * random.uniform(0.5, 1.0)
         if self.made > 1 and time.monotonic() + wait >= self._deadline:
             return False
-        time.sleep(wait)
+        if self._ended.wait(wait):
+            return False
         self._pause = min(self._pause * 2, self._patience.longest)
         self.made += 1
         return True
