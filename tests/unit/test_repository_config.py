@@ -290,20 +290,20 @@ def test_keys_are_not_tried_without_end(monkeypatch):
         config.open_existing(backend, OLD)
 
 
-def test_two_rotations_at_once_leave_a_way_in():
+def test_two_rotations_at_once_leave_both_ways_in():
     backend = open_backend("memory:")
     made = config.create(backend, OLD)
     barrier = threading.Barrier(2)
 
     class Together:
-        """Both have written their key before either removes any."""
+        """Both have seen what is there before either writes."""
 
         def __getattr__(self, name):
             return getattr(backend, name)
 
-        def delete(self, keys):
+        def put(self, *args, **options):
             barrier.wait(20)
-            backend.delete(keys)
+            return backend.put(*args, **options)
 
     threads = [
         threading.Thread(target=config.rotate, args=(Together(), OLD, secret))

@@ -3,7 +3,7 @@
 Guarantee: whatever is cut off, wherever, the repository can be made or opened again: the wrapped
 root key is there before the configuration that makes the repository exist, and a new wrapping is
 proven to open before an old one goes. Of several creators at once one wins and the others open
-what it made; of several rotations at once each new secret opens. A repository that is not
+what it made; of several rotations at once the last new secret opens. A repository that is not
 encrypted is never taken for one that is.
 """
 
