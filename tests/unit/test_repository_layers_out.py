@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
 
-from sojourn.errors import IntegrityError, ObjectMissing
+from sojourn.errors import IntegrityError, ObjectMissing, StorageFull
 from sojourn.repository.cutting import LARGEST, SMALL_FILE, decode_recipe, zeros_id
 from sojourn.repository.domains import Domain
 from sojourn.repository.layers import decode_layer, join_segments
@@ -229,3 +230,49 @@ def test_a_layer_that_was_never_published_is_not_there(tree):
         push_layer(domain, up, manifest, tree)
     with pytest.raises(ObjectMissing):
         domain.get_object(LAYER, domain.layer_key(manifest.id))
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """More small files than are read in one go."""
+    top = tmp_path / "many"
+    for directory in range(10):
+        (top / str(directory)).mkdir(parents=True)
+        for number in range(200):
+            (top / str(directory) / f"f{number}").write_bytes(R.randbytes(R.randrange(1, 4000)))
+    return top
+
+
+def test_many_small_files_are_read_ahead_and_all_sent(many):
+    told = Told()
+    manifest = manifest_at(many)
+    up, read = push(domain_on(told), manifest, many)
+    assert read == manifest.ref.bytes
+    fresh = domain_on(told)
+    for path, digest in manifest.digests.items():
+        assert data_of(fresh, digest) == (many / os.fsdecode(path)).read_bytes()
+    assert up.sent_bytes > read
+
+
+def test_a_changed_file_among_many_stops_the_reading(many):
+    told = Told()
+    manifest = manifest_at(many)
+    (many / "5" / "f77").write_bytes(b"changed")
+    with pytest.raises(IntegrityError) as caught:
+        push(domain_on(told), manifest, many)
+    assert caught.value.details["path"] == "/5/f77"
+    assert not any(thread.name.startswith("read files") for thread in threading.enumerate())
+
+
+def test_a_store_that_fails_stops_the_reading(many):
+    told = Told()
+    domain = domain_on(told)
+    manifest = manifest_at(many)
+
+    def fail(key: str, number: int) -> None:
+        raise StorageFull("full")
+
+    told.before = fail
+    with pytest.raises(StorageFull):
+        push(domain, manifest, many)
+    assert not any(thread.name.startswith("read files") for thread in threading.enumerate())

@@ -193,7 +193,11 @@ class Upload:
             self._wait(lambda: self._packs == 0 and self._indexing == 0)
             rest = self._take_acknowledged()
         if rest:
-            self._write_index(rest)
+            try:
+                self._write_index(rest)
+            except BaseException as error:
+                self._fail(error)  # or a second flush would find nothing left to name
+                raise
         with self._changed:
             self._raise()
 
