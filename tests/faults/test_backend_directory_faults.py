@@ -476,7 +476,7 @@ def test_links_do_not_lead_out_of_the_store(root: Path, tmp_path: Path) -> None:
         backend.put("dir/new", b"x")
     assert names(outside) == ["secret"]
     assert keys(backend) == []
-    with pytest.raises((ObjectMissing, StoreUnreachable, StoreRefused)):
+    with pytest.raises(ObjectMissing):
         backend.get("file")
     backend.put("file", b"ours")
     assert (outside / "secret").read_bytes() == b"secret"

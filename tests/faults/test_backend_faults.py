@@ -60,7 +60,7 @@ def direct(s3_server: S3Server, place: str) -> Backend:
 def backend(proxy: FaultProxy, place: str, direct: Backend) -> Backend:
     """Behind the proxy, and with little patience. It has seen its
     bucket; `kept` is there."""
-    backend = open_backend(place, options=s3_options(proxy.url, timeout=1, patience=0.4))
+    backend = open_backend(place, options=s3_options(proxy.url, timeout=10, patience=0.4))
     backend.put("kept", CONTENT)
     proxy.seen.clear()
     return backend
@@ -156,6 +156,12 @@ def test_failures_that_do_not_pass_are_unreachability(
     assert direct.get("kept")[0] == CONTENT
     assert {info.key for info in direct.list("")} <= {"kept", "created"}
     assert all(direct.get(info.key)[0] == CONTENT for info in direct.list(""))
+
+
+@pytest.fixture
+def hasty(backend: Backend, proxy: FaultProxy, place: str) -> Backend:
+    """Gives up requests soon, and then the call."""
+    return open_backend(place, options=s3_options(proxy.url, timeout=0.5, patience=0.4))
 
 
 def fresh(backend: Backend) -> Backend:
@@ -348,9 +354,9 @@ def test_whole_objects_where_pieces_were_asked_for_are_not_taken_for_them(
 
 @pytest.mark.parametrize("fault", ["delay", "throttle"])
 def test_what_takes_too_long_is_given_up_and_tried_again(
-    backend: Backend, direct: Backend, proxy: FaultProxy, place: str, fault: str
+    hasty: Backend, direct: Backend, proxy: FaultProxy, place: str, fault: str
 ) -> None:
-    patient = open_backend(place, options=s3_options(proxy.url, timeout=0.5, patience=5))
+    patient = open_backend(place, options=s3_options(proxy.url, timeout=0.5, patience=30))
     for call in ("get", "create"):
         if fault == "delay":
             proxy.delay(1.5)
@@ -363,17 +369,17 @@ def test_what_takes_too_long_is_given_up_and_tried_again(
     else:
         proxy.throttle(1000, times=None)
     with pytest.raises(StoreUnreachable) as failed:
-        backend.get("kept")
+        hasty.get("kept")
     assert "timed out" in str(failed.value)
 
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_partition_is_unreachability_and_heals(
-    backend: Backend, proxy: FaultProxy, silent: bool
+    backend: Backend, hasty: Backend, proxy: FaultProxy, silent: bool
 ) -> None:
     proxy.partition(silent=silent)
     try:
-        for call in (lambda: backend.get("kept"), lambda: backend.put("new", b"x")):
+        for call in (lambda: hasty.get("kept"), lambda: hasty.put("new", b"x")):
             with pytest.raises(StoreUnreachable):
                 call()
     finally:

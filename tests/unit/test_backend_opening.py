@@ -54,7 +54,7 @@ def test_buckets_and_memory_are_named_by_url() -> None:
         "s3://bucket:80/x", "s3://wJalrXUtnFEMI@bucket/x", "s3://AKIA:wJalrXUtnFEMI@bucket",
         "s3://bucket/x?key=wJalrXUtnFEMI", "s3://bucket#wJalrXUtnFEMI", "file://host/dir",
         "file:relative", "gs://bucket", "https://wJalrXUtnFEMI@example.com/x", "http://[x",
-        "a\0b", "s3://bucket/a b",
+        "a\0b", "s3://bucket/a b", "~nobody-of-this-name/store",
     ],
 )  # fmt: skip
 def test_other_urls_are_refused_without_being_repeated(url: str) -> None:

@@ -45,6 +45,7 @@ from sojourn.repository.backends.object_keys import check_key, check_prefix, che
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NESTED = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY})
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})  # a link is no object
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _PIECE = 1 << 30  # bytes asked of one system call
 _BATCH = 256  # deletions under one hold of the lock
@@ -207,7 +208,9 @@ class LocalBackend:
     def _opened(self, key: str) -> Iterator[tuple[int, os.stat_result]]:
         try:
             descriptor = os.open(self._root / check_key(key), _READ)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
             self._directory.require()
             raise ObjectMissing(f"There is no object {key}.", key=key) from None
         try:

@@ -44,7 +44,10 @@ def open_backend(url: str, *, options: Mapping[str, str] | None = None) -> Backe
     if "\0" in url:
         raise InvalidRequest("The object store's URL has a zero byte.")
     if "://" not in url and not re.match(r"(memory|file|s3):", url):
-        return LocalBackend(Path(url).expanduser())
+        try:
+            return LocalBackend(Path(url).expanduser())
+        except RuntimeError:
+            raise InvalidRequest("The object store's path begins with no user's home.") from None
     try:
         parts = urlsplit(url)
     except ValueError:
