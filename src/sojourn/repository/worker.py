@@ -118,20 +118,21 @@ class _Worker:
         except SojournError as error:
             return encode_frame((None, to_body(error)))
         except OSError as error:
-            return encode_frame((None, to_body(_typed(error))))
+            return encode_frame((None, to_body(typed(error))))
         except Exception as error:
             # A fault here is told like any other failure; the next snapshot may fare better.
             log.exception("a fault while sending")
             return encode_frame((None, to_body(SojournError(f"a fault while sending: {error!r}"))))
 
 
-def _typed(error: OSError) -> SojournError:
+def typed(error: OSError) -> SojournError:
+    """What a failure of this machine means to whoever asked."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageFull(f"no room for what is being sent: {error}")
     return SojournError(f"sending failed: {error}")
 
 
-def _end_with_input(source: BinaryIO, frames: Callable[[bytes], None]) -> None:
+def end_with_input(source: BinaryIO, frames: Callable[[bytes], None]) -> None:
     """Pass frames on until the input ends; then end the process at once, whatever it does."""
     while (frame := _read_frame(source)) is not None:
         frames(frame)
@@ -151,7 +152,7 @@ def main() -> None:
         os.nice(_NICE)
     asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(
-        target=_end_with_input, args=(sys.stdin.buffer, asked.put), daemon=True
+        target=end_with_input, args=(sys.stdin.buffer, asked.put), daemon=True
     ).start()
     worker = _Worker(msgspec.msgpack.decode(asked.get(), type=Start))
     while True:

@@ -8,7 +8,8 @@ All methods block; callers run them in threads. They release the GIL where libra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -167,6 +168,17 @@ class Store(Protocol):
 
     def verify_image(self, image: MemoryRef) -> None:
         """Read and compare every byte. Raises IntegrityError naming the file."""
+
+    # -- for exports and imports ------------------------------------------------------------
+    def held(self, ids: Iterable[str]) -> AbstractContextManager[None]:
+        """Keep layers and images from collection and eviction meanwhile."""
+
+    def present(self, id: str) -> bool:
+        """Whether a layer or image lies on this disk."""
+
+    def take_in(self, source: Source, layers: Iterable[str], images: Iterable[str]) -> None:
+        """Take layers and images from `source`, those that are not here. Each is proven to be the
+        one of its id and synced; the caller holds them until a snapshot refers to them."""
 
     # -- snapshots --------------------------------------------------------------------------
     def publish_snapshot(self, snapshot: Snapshot) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from sojourn.errors import IntegrityError
+from sojourn.errors import IntegrityError, StoreUnreachable
 from sojourn.model.snapshots import MemoryRef
 from sojourn.store.base import Source
 from sojourn.store.copying import disk_errors, sync_filesystem, sync_path
@@ -132,11 +132,25 @@ class Cache:
             del self._running[id]
         running.set_result(None)
 
-    def _bring_layer(self, layer: str) -> None:
-        self._once(layer, self._fetch_layer)
+    def take_in(self, source: Source, layers: Iterable[str], images: Iterable[str]) -> None:
+        """Bring what is not here from another source than the store's own."""
+        for layer in layers:
+            self._take(layer, self._layers.whole, lambda id: self._fetch_layer(id, source))
+        for image in images:
+            self._take(image, self._images.present, lambda id: self._fetch_image(id, source))
 
-    def _fetch_layer(self, layer: str) -> None:
-        source = self._source
+    def _take(self, id: str, here: Callable[[str], bool], fetch: Callable[[str], None]) -> None:
+        # One that is just being brought from the store's own source may fail to come from there.
+        for last in (False, True):
+            if here(id):
+                return
+            with contextlib.suppress(*(() if last else (StoreUnreachable,))):
+                self._once(id, fetch)
+
+    def _bring_layer(self, layer: str) -> None:
+        self._once(layer, lambda id: self._fetch_layer(id, self._source))
+
+    def _fetch_layer(self, layer: str, source: Source | None) -> None:
         if source is None or self._layers.whole(layer) or not source.has_layer(layer):
             return
         name = object_name(layer)
@@ -166,10 +180,9 @@ class Cache:
             self._staging.drop(staged)
 
     def _bring_image(self, image: str) -> None:
-        self._once(image, self._fetch_image)
+        self._once(image, lambda id: self._fetch_image(id, self._source))
 
-    def _fetch_image(self, image: str) -> None:
-        source = self._source
+    def _fetch_image(self, image: str, source: Source | None) -> None:
         if source is None or self._images.present(image) or not source.has_image(image):
             return
         staged = self._staging.new()

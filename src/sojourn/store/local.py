@@ -22,7 +22,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -415,6 +415,21 @@ class LocalStore:
         with self._pins.held(layer.id for layer in snapshot.layers):
             view = View(self._manifests(snapshot))
             return read_content(view, snapshot.layers, path, self.layer_path, _read_entry)
+
+    # -- for exports and imports ------------------------------------------------------------
+    def held(self, ids: Iterable[str]) -> contextlib.AbstractContextManager[None]:
+        """Keep layers and images from collection and eviction meanwhile."""
+        return self._pins.held(ids)
+
+    def present(self, id: str) -> bool:
+        """Whether a layer or image lies on this disk."""
+        return self._layers.whole(id) or self._images.present(id)
+
+    def take_in(self, source: Source, layers: Iterable[str], images: Iterable[str]) -> None:
+        """Take layers and images from `source`, those that are not here. Each is proven to be the
+        one of its id and synced; the caller holds them until a snapshot refers to them."""
+        with disk_errors("taking in an archive"):
+            self._cache.take_in(source, layers, images)
 
     # -- as a cache -------------------------------------------------------------------------
     def usage(self) -> int:
