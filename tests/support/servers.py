@@ -93,10 +93,21 @@ class ServerProcess:
         self.kill()
         return self.start(**environment)
 
-    def remove(self) -> None:
+    def left(self) -> list[int]:
+        """Host processes that belong to the data directory, the server itself aside."""
+        return host_processes(self.data)
+
+    def unmount(self) -> None:
+        """Unmount everything below the data directory, as the end of a machine would."""
+        below = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        for point in sorted(below, reverse=True):
+            if point.startswith(f"{self.data}/"):
+                subprocess.run(["umount", "-l", point], check=False)
+
+    def remove(self, **environment: str) -> None:
         """Delete every session, stop, and check that nothing is left on the machine."""
         if not self.running:
-            self.start()
+            self.start(**environment)
         client = self.client()
         for session in client.sessions.list():
             session.delete()

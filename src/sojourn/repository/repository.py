@@ -136,9 +136,9 @@ class Repository:
         domain = self.domain(record.id)
         domain.put_object(TENANT, _tenant_key(record.id), msgspec.msgpack.encode(record))
 
-    def put_session(self, record: SessionRecord) -> None:
-        """Write a session's record. Raises StaleEpoch when the store has one of a later epoch:
-        another server has taken the session over."""
+    def put_session(self, record: SessionRecord, *, take_over: bool = False) -> None:
+        """Write a session's record. Raises StaleEpoch when the store has one of a later epoch, or
+        of another owner and this is not to `take_over`: another database has the session now."""
         session = record.session
         domain = self.domain(session.tenant)
         key = domain.session_key(session.id)
@@ -149,13 +149,16 @@ class Repository:
             except ObjectMissing:
                 found, version = None, None
             if found is not None:
-                stored = decode_session(found, session.id).session
-                if stored.epoch > session.epoch:
+                stored = decode_session(found, session.id)
+                epoch = stored.session.epoch
+                taken = stored.owner != record.owner and not take_over
+                if taken or epoch > session.epoch:
                     raise StaleEpoch(
-                        f"the object store has session {session.id} at epoch {stored.epoch}, this"
-                        f" server at {session.epoch}",
+                        f"session {session.id} was taken over by another server (epoch {epoch} in"
+                        f" the object store, {session.epoch} here)",
+                        next_step="Delete it here, or stop this server: the other one has it now.",
                         session=session.id,
-                        epoch=stored.epoch,
+                        epoch=epoch,
                         expected=session.epoch,
                     )
             try:

@@ -30,11 +30,13 @@ class SnapshotNote(msgspec.Struct, frozen=True):
 
 class SessionRecord(msgspec.Struct, frozen=True):
     """A session as it was when the record was written, and the snapshots of its own in its tree
-    that were durable then. Its head is one of the tenant's durable snapshots, or None."""
+    that were durable then. Its head is one of the tenant's durable snapshots, or None. `owner` is
+    the database (its server id) that has the session; only a recovery changes it."""
 
     session: Session
     snapshots: list[SnapshotNote]
     written_at: float
+    owner: str
 
 
 class TenantRecord(msgspec.Struct, frozen=True):

@@ -2,8 +2,9 @@
 
 Guarantee: every session whose record the store holds comes back under its id and name, suspended
 at its last durable snapshot, with its tree; a record, manifest or tenant that cannot be read is
-named and nothing of it is made up. The epochs grow, and the store is told first, so a server that
-still lives with the old database can no longer write over what is recovered.
+named and nothing of it is made up. The epochs grow, and the store is told first who has the
+sessions now, so a server that still lives with the old database cannot write over what is
+recovered.
 """
 
 from __future__ import annotations
@@ -81,10 +82,14 @@ class _Recovery:
     async def run(self) -> Recovered:
         sessions = snapshots = 0
         tenants = await asyncio.to_thread(lambda: list(self._repository.tenants()))
-        existing = {tenant.id for tenant in await self._database.list_tenants()}
-        for tenant in tenants:
-            if tenant.id not in existing:
-                await self._database.create_tenant(tenant.name, id=tenant.id)
+        existing = await self._database.list_tenants()
+        known, names = {one.id for one in existing}, {one.name for one in existing}
+        for tenant in sorted(tenants, key=lambda one: one.created_at):
+            if tenant.id not in known:
+                # Two servers that shared a store may both have had a tenant of this name.
+                name = tenant.name if tenant.name not in names else f"{tenant.name}-{tenant.id}"
+                names.add(name)
+                await self._database.create_tenant(name, id=tenant.id)
             made = await self._tenant(tenant.id)
             sessions += made[0]
             snapshots += made[1]
@@ -99,14 +104,15 @@ class _Recovery:
             self._source.note(row)
         await asyncio.to_thread(self._write_manifests, [manifests[row.id] for row in kept])
         sessions = [write.session for write in writes if isinstance(write, InsertSession)]
+        owner = await self._database.server_id()
         live = [session for session in sessions if session.state is not SessionState.DELETED]
         for session in live:
             # The store first: from here on an older server's word is refused there.
             found = records[session.id]
             record = SessionRecord(
-                msgspec.structs.replace(session, cause=None), found.snapshots, time.time()
+                msgspec.structs.replace(session, cause=None), found.snapshots, time.time(), owner
             )
-            await asyncio.to_thread(self._repository.put_session, record)
+            await asyncio.to_thread(self._repository.put_session, record, take_over=True)
         await self._database.commit(writes)
         return len(live), len(kept)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import threading
 import time
@@ -31,6 +32,7 @@ from sojourn.errors import (
     SessionNotFound,
     SnapshotNotFound,
     SojournError,
+    StaleEpoch,
     StoreKeyInvalid,
     StoreUnreachable,
     Unsupported,
@@ -116,10 +118,22 @@ class Replicator:
         if self.settings.url is None:
             return
         try:
-            await self.repository()
+            repository = await self.repository()
+            await self._greet(repository)
         except StoreUnreachable as error:
             self._error = error.message
             log.warning("the object store cannot be reached yet: %s", error)
+
+    async def _greet(self, repository: Repository) -> None:
+        """Say when the store holds sessions that this server's database has never heard of."""
+        known = {tenant.id for tenant in await self._database.list_tenants()}
+        stored = await asyncio.to_thread(lambda: [one.id for one in repository.tenants()])
+        if strangers := set(stored) - known:
+            log.warning(
+                "the object store holds sessions of %d tenants that this server does not know;"
+                " `sojourn recover` brings them into a new data directory",
+                len(strangers),
+            )
 
     def open_repository(self) -> Repository:
         """The opened repository. Blocks. Raises Unsupported when the server has none,
@@ -293,7 +307,7 @@ class Replicator:
 
     def _wait(self, record: SnapshotRecord, now: float) -> float:
         """Seconds until a snapshot should be sent."""
-        later = self._skip.get(record.id)
+        later = self._skip.get(record.session) or self._skip.get(record.id)
         if later is not None and later[0] > now:
             return later[0] - now
         if record.id in self._hurry or record.kind is not SnapshotKind.AUTO:
@@ -313,6 +327,8 @@ class Replicator:
             sent = await self._sender.push(record.tenant, snapshot, parent)
             self._sent += sent
             faultpoints.reach("replicate.push")
+            # The record first: what counts as durable is what a recovery would find.
+            await self._record_one(record.session, sent=record.id)
             if not await self._database.mark_durable(
                 record.id, fingerprint=snapshot.fingerprint, at=time.time()
             ):
@@ -365,8 +381,9 @@ class Replicator:
                 self._changed.add(session)
                 raise
 
-    async def _record_one(self, id: str) -> None:
-        """Write a session's record when it differs from what was written last."""
+    async def _record_one(self, id: str, *, sent: str | None = None) -> None:
+        """Write a session's record when it differs from what was written last. `sent` is a
+        snapshot that the store has though its row does not say so yet."""
         database = self._database
         try:
             session = await database.get_session(None, id)
@@ -375,14 +392,14 @@ class Replicator:
         notes = [
             SnapshotNote(one.id, one.label, one.thinned, one.turn)
             for one in await database.list_snapshots(id)
-            if one.durable_at is not None
+            if one.durable_at is not None or one.id == sent
         ]
         head = session.head
         if head is not None:
             found = await database.get_snapshot(None, head, hidden=True)
-            while found.durable_at is None and found.parent is not None:
+            while found.durable_at is None and found.id != sent and found.parent is not None:
                 found = await database.get_snapshot(None, found.parent, hidden=True)
-            head = found.id if found.durable_at is not None else None
+            head = found.id if found.durable_at is not None or found.id == sent else None
         if session.state is SessionState.CREATING and head is None:
             return
         settled = msgspec.structs.replace(
@@ -395,13 +412,21 @@ class Replicator:
             cause=None,
             updated_at=session.created_at,
         )
-        record = SessionRecord(settled, notes, 0.0)
+        owner = await database.server_id()
+        record = SessionRecord(settled, notes, 0.0, owner)
         digest = blake3(msgspec.msgpack.encode(record)).hexdigest()
         if digest == await database.record_digest(id):
             return
         await self._tenant(session.tenant)
         stamped = msgspec.structs.replace(record, written_at=time.time())
-        await self._sender.put_session(stamped)
+        try:
+            await self._sender.put_session(stamped)
+        except StaleEpoch as error:
+            # Not ours any more: say so, and let the other sessions go on.
+            self._skip[id] = (math.inf, math.inf, error.message)
+            log.error("%s", error)
+            return
+        self._skip.pop(id, None)
         faultpoints.reach("replicate.record")
         with contextlib.suppress(SessionNotFound):
             await database.note_record(id, digest)

@@ -1,0 +1,239 @@
+"""The loss of the node: what is durable comes back from the object store alone, processes and all;
+what is not yet durable is told; a store that cannot be reached costs lag and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sojourn.client import Session, Sojourn
+from sojourn.errors import StoreUnreachable, Unsupported
+from support.object_stores import FaultProxy, S3Server, s3_options
+from support.servers import ServerProcess, eventually
+
+pytestmark = [pytest.mark.privileged, pytest.mark.timeout(240)]
+
+COUNTER = "i=0; while :; do i=$((i+1)); echo $i >> /root/count; sleep 0.05; done"
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An object store that has the template, so that not every test has to send it."""
+    root = tmp_path_factory.mktemp("durable")
+    server = ServerProcess(root / "data", store=(root / "objects").as_uri())
+    session = server.start().sessions.create()
+    session.suspend(wait="durable")
+    server.remove()
+    for tenant in (root / "objects").glob("ten_*"):
+        shutil.rmtree(tenant)
+    for tenant in (root / "objects" / "tenants").iterdir():
+        tenant.unlink()
+    return root / "objects"
+
+
+@pytest.fixture
+def place(filled: Path, tmp_path: Path) -> Path:
+    """An object store of the test's own, with nothing but the template in it."""
+    return Path(shutil.copytree(filled, tmp_path / "objects"))
+
+
+@pytest.fixture
+def durable(tmp_path: Path, place: Path) -> Iterator[ServerProcess]:
+    """A server with that object store, and a data directory of its own."""
+    server = ServerProcess(tmp_path / "data", store=place.as_uri())
+    server.start()
+    yield server
+    server.remove()
+
+
+def sojourn(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sojourn.cli.main", *words],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=os.environ | environment,
+    )
+
+
+def lose(server: ServerProcess) -> Sojourn:
+    """The whole data directory goes, database included; a new one is made from the store."""
+    server.kill()
+    for pid in server.left():
+        os.kill(pid, signal.SIGKILL)
+    server.unmount()
+    shutil.rmtree(server.data)
+    done = sojourn("recover", "--store", server.store, "--data", str(server.data))
+    assert done.returncode == 0, done.stderr
+    return server.start()
+
+
+def linear(session: Session) -> int:
+    lines = session.files.read("/root/count").decode().split("\n")[:-1]
+    assert lines == [str(n + 1) for n in range(len(lines))]
+    return len(lines)
+
+
+def test_every_durable_session_comes_back_from_the_store_alone(durable: ServerProcess) -> None:
+    client = durable.client()
+    one = client.sessions.create(name="one", labels={"kind": "kept"}, env={"A": "1"})
+    one.spawn(COUNTER)
+    one.run_code("value = 41")
+    one.files.write("/root/note", b"before")
+    marked = one.snapshot("mark")
+    one.files.write("/root/note", b"after")
+    child = one.fork(1, names=["child"])[0]
+    child.files.write("/root/own", b"child")
+    one.suspend(wait="durable")
+    child.suspend(wait="durable")
+    eventually(lambda: one.durability().waiting == 0 and child.durability().waiting == 0)
+    tree = [(info.id, info.parent, info.label) for info in one.history()]
+    counted = one.info.head
+
+    client = lose(durable)
+    assert {session.info.name for session in client.sessions.list()} == {"one", "child"}
+    one, child = client.sessions.get("one"), client.sessions.get("child")
+    assert (one.state, one.head, one.info.labels) == ("suspended", counted, {"kind": "kept"})
+    assert [(info.id, info.parent, info.label) for info in one.history()] == tree
+    assert one.exec("echo $A").text == "1\n"
+    before = linear(one)
+    eventually(lambda: linear(one) > before)
+    assert one.run_code("value + 1").text == "42"
+    assert one.files.read("/root/note") == b"after"
+    assert child.files.read("/root/own") == b"child"
+    assert child.run_code("value").text == "41"
+    one.rollback(marked.id)
+    assert one.files.read("/root/note") == b"before"
+    assert one.verify().ok and child.verify().ok
+    assert any(event.kind == "recovered" for event in one.events())
+
+
+def test_an_older_server_cannot_write_over_a_recovered_session(
+    durable: ServerProcess, tmp_path: Path
+) -> None:
+    """Two databases, one store: the epoch in the store decides."""
+    session = durable.client().sessions.create()
+    session.suspend(wait="durable")
+    eventually(lambda: session.durability().waiting == 0)
+    other = tmp_path / "other"
+    done = sojourn("recover", "--store", durable.store, "--data", str(other))
+    assert done.returncode == 0, done.stderr
+
+    session.resume()
+    session.files.write("/root/late", b"written by the old server")
+    session.suspend()
+    status = eventually(lambda: durable.client().status().objects.error)
+    assert "epoch" in status
+
+
+def test_wait_durable_tells_when_the_store_has_it(durable: ServerProcess) -> None:
+    session = durable.client().sessions.create(policy={"auto_snapshot": "off"})
+    session.run_code("x = 1")
+    taken = session.snapshot("kept", wait="durable")
+    assert session.durability(snapshot="kept").head_durable
+    assert next(i for i in session.history() if i.id == taken.id).durable_at is not None
+    session.run_code("x = 2")
+    session.pause(wait="durable")
+    assert session.state == "paused"
+    head = session.refresh().head
+    assert head != taken.id and session.durability().head_durable
+    client = lose(durable)
+    assert client.sessions.get(session.id).run_code("x").text == "2"
+
+
+def test_a_deleted_session_leaves_the_store(durable: ServerProcess, place: Path) -> None:
+    session = durable.client().sessions.create()
+    session.suspend(wait="durable")
+    kept = list(place.glob(f"*/sessions/{session.id}")) + list(
+        place.glob(f"*/snapshots/{session.head}")
+    )
+    assert len(kept) == 2
+    session.delete()
+    eventually(lambda: not any(path.exists() for path in kept))
+
+
+def test_without_an_object_store_durable_is_refused(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "data")
+    server.start()
+    try:
+        session = server.client().sessions.create()
+        with pytest.raises(Unsupported):
+            session.snapshot(wait="durable")
+        assert session.exec("echo on").text == "on\n"
+        assert server.client().status().objects is None
+    finally:
+        server.remove()
+
+
+def test_a_small_cache_gives_up_what_the_store_has(tmp_path: Path, place: Path) -> None:
+    server = ServerProcess(tmp_path / "data", store=place.as_uri())
+    client = server.start(SOJOURN_CACHE_BYTES="1")
+    try:
+        session = client.sessions.create()
+        session.run_code("x = 'kept in memory'")
+        session.exec("head -c 5000000 /dev/urandom > /root/big; sha256sum /root/big > /root/sum")
+        session.suspend(wait="durable")
+        images = server.data / "store" / "images"
+        # What was handed out within the last minute stays; age it.
+        for mark in (server.data / "store").rglob("used"):
+            os.utime(mark, (1, 1))
+        server.restart(SOJOURN_CACHE_BYTES="1")
+        session = server.client().sessions.get(session.id)
+        other = server.client().sessions.create()
+        other.suspend(wait="durable")
+        eventually(lambda: len(list(images.iterdir())) <= 1, timeout=40)
+        assert session.exec("sha256sum -c /root/sum").ok
+        assert session.run_code("x").text == "'kept in memory'"
+        assert session.verify().ok
+    finally:
+        server.remove()
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with S3Server.running() as server:
+        yield server
+
+
+def test_sessions_go_on_while_a_bucket_cannot_be_reached(tmp_path: Path, s3: S3Server) -> None:
+    bucket = s3.make_bucket()
+    with FaultProxy.before(s3.url) as proxy:
+        options = s3_options(proxy.url, timeout=3, patience=2)
+        server = ServerProcess(tmp_path / "data", store=f"s3://{bucket}/some/place")
+        proxy.partition()
+        client = server.start(**options)  # starts all the same
+        try:
+            session = client.sessions.create()
+            session.run_code("x = 1")
+            session.suspend()
+            assert session.resume().run_code("x").text == "1"
+            with pytest.raises(StoreUnreachable):
+                session.durability(wait=3)
+            lag = eventually(lambda: client.status().objects.lag)
+            assert lag > 0 and client.status().objects.error
+            proxy.heal()
+            session.suspend(wait="durable")
+            # Passing failures are not seen at all.
+            proxy.answer(503, times=3, method="PUT")
+            proxy.drop(after=True, times=1, method="PUT")
+            session.resume().run_code("x = 2")
+            session.suspend(wait="durable")
+            eventually(lambda: client.status().objects.waiting == 0)
+            server.kill()
+            shutil.rmtree(server.data)
+            done = sojourn(
+                "recover", "--store", server.store, "--data", str(server.data), **options
+            )
+            assert done.returncode == 0, done.stderr
+            client = server.start(**options)
+            assert client.sessions.get(session.id).run_code("x").text == "2"
+        finally:
+            proxy.clear()
+            server.remove(**options)
