@@ -14,25 +14,39 @@ from pathlib import Path
 from bench.harness import Row
 from sojourn.node import tools
 
-MEASURES = ("create", "exec", "pause", "suspend", "snapshot", "fork", "density")
+MEASURES = ("create", "exec", "pause", "suspend", "snapshot", "fork", "density", "store")
 ROOT = Path(__file__).parent.parent
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table."""
+    """The rows as Markdown: those with rivals in a table of their own, after the others."""
+    plain = [row for row in rows if not row.others]
+    rivalled = [row for row in rows if row.others]
+    return "\n\n".join(
+        ([_table(plain, ["bare"])] if plain else [])
+        + ([_table(rivalled, list(rivalled[0].others))] if rivalled else [])
+    )
+
+
+def _table(rows: list[Row], columns: list[str]) -> str:
     lines = [
-        "| measure | Sojourn | bare | ratio | to reach | reached | note |",
-        "|---|---|---|---|---|---|---|",
+        f"| measure | Sojourn | {' | '.join(columns)} | ratio | to reach | reached | note |",
+        "|---" * (len(columns) + 6) + "|",
     ]
     for row in rows:
-        bare = "" if row.bare is None else f"{row.bare:.2f} {row.unit}"
+        values = row.others if row.others else {"bare": row.bare}
+        cells = [_value(values.get(column), row.unit) for column in columns]
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         reached = {None: "", True: "yes", False: "**no**"}[row.reached]
         lines.append(
-            f"| {row.measure} | {row.ours:.2f} {row.unit} | {bare} | {ratio} | {row.target} |"
-            f" {reached} | {row.note} |"
+            f"| {row.measure} | {_value(row.ours, row.unit)} | {' | '.join(cells)} | {ratio} |"
+            f" {row.target} | {reached} | {row.note} |"
         )
     return "\n".join(lines)
+
+
+def _value(value: float | None, unit: str) -> str:
+    return "" if value is None else f"{value:.2f} {unit}"
 
 
 def machine() -> str:

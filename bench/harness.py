@@ -39,10 +39,11 @@ class Row:
     reached: bool | None = None
     note: str = ""
     samples: list[float] = field(default_factory=list)
+    others: dict[str, float] = field(default_factory=dict)  # further columns: rivals, variants
 
     @property
     def ratio(self) -> float | None:
-        """Ours by bare."""
+        """Ours by bare, or by the best of the rivals where `bare` names that."""
         return None if not self.bare else self.ours / self.bare
 
 
