@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from sojourn.cli.output import emit, facts, json_option, safe, say, size, table, working
 from sojourn.cli.stores import opened_repository, store_options, store_secret
@@ -172,6 +173,71 @@ def gc(as_json: bool, grace: float, url: str | None, key_file: Path | None, data
         )
 
     emit(found, as_json, show)
+
+
+# -- repair -----------------------------------------------------------------------------------
+
+
+@store.command("repair")
+@click.option(
+    "--from",
+    "nodes",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="Data directory of a node that may still have what is lost; may be repeated. [--data]",
+)
+@store_options
+@json_option
+def repair(
+    as_json: bool, nodes: tuple[Path, ...], url: str | None, key_file: Path | None, data: Path
+) -> int:
+    """Mend what is damaged, as far as anything still has it.
+
+    Every pack is read. Lost content is looked for in other packs, in the good parts of damaged
+    ones, and in what nodes still have. What cannot be had is written down: snapshots that lack
+    something say so from then on, and are listed here. Exit code 0 when all are whole, else 112.
+    """
+    from sojourn.errors import IntegrityError
+    from sojourn.repository import repairs
+
+    sources = [
+        repairs.NodeStore(place / "store")
+        for place in dict.fromkeys((*nodes, data))
+        if (place / "store").is_dir()
+    ]
+    with (
+        opened_repository(url, key_file, data) as repository,
+        progress("Reading packs", quiet=as_json) as told,
+    ):
+        found = repairs.repair(repository.backend, repository.domain, sources, progress=told)
+        where = repository.url
+
+    def show() -> None:
+        facts(
+            [
+                ("store", where),
+                ("bad packs", len(found.packs)),
+                ("indexes written anew", found.indexes),
+                ("chunks saved from bad packs", found.saved),
+                ("layers sent again", found.layers),
+                ("images sent again", found.images),
+                ("snapshots sent again", found.snapshots),
+                ("snapshots made whole", len(found.healed)),
+                ("snapshots still damaged", len(found.damaged)),
+            ]
+        )
+        for key in found.packs:
+            say(f"bad pack: {safe(key)}")
+        for damage in found.damaged:
+            lost = "; ".join(damage.objects)
+            say(safe(f"damaged: snapshot {damage.snapshot} of session {damage.session}: {lost}"))
+
+    body = msgspec.to_builtins(found)
+    for damage in body["damaged"]:
+        del damage["chunks"]  # names of chunks: many, and of no use to anybody outside
+    emit(body, as_json, show)
+    return IntegrityError.exit_code if found.damaged else 0
 
 
 # -- keys -------------------------------------------------------------------------------------
