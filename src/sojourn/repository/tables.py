@@ -16,7 +16,9 @@ from typing import Any
 
 from sojourn.repository.records import CHUNK, NAME_BYTES, WHERE, PackInfo, Place
 
-RUN = 1 << 21  # numbers in a sorted run; sorting takes 44 bytes for each while it lasts
+RUN = 1 << 23  # numbers in a sorted run
+_PIECE = 1 << 15  # numbers sorted in one call
+_BUCKET = 13  # bits of the size of a bucket
 _BITS = 32
 _ORDINAL = (1 << _BITS) - 1
 _RECORD = CHUNK.size
@@ -143,14 +145,15 @@ class Table:
     def with_numbers(self, numbers: array[int]) -> Table:
         """A table that has these numbers too, in sorted runs."""
         runs = list(self.runs)
-        made = array("Q", sorted(numbers))
+        parts = [
+            array("Q", sorted(numbers[at : at + _PIECE])) for at in range(0, len(numbers), _PIECE)
+        ]
+        size = len(numbers)
         # Runs of one size are joined, so that there are few and each number is moved seldom.
-        while runs and len(runs[-1].numbers) <= 2 * len(made):
-            if len(runs[-1].numbers) + len(made) > RUN:
-                break
-            other = runs.pop().numbers
-            made = array("Q", sorted([*other, *made]))  # two sorted halves: one pass
-        return self.changed(runs=(*runs, _Run(made)))
+        while runs and len(runs[-1].numbers) <= 2 * size and len(runs[-1].numbers) + size <= RUN:
+            parts.append(runs.pop().numbers)
+            size += len(parts[-1])
+        return self.changed(runs=(*runs, _Run(_joined(parts, size))))
 
     def with_recent_sorted(self) -> Table:
         """A table whose dict is empty and its names in a sorted run."""
@@ -160,6 +163,25 @@ class Table:
             ordinals = found if isinstance(found, tuple) else (found,)
             numbers.extend(low | ordinal for ordinal in ordinals)
         return self.with_numbers(numbers).changed(recent={})
+
+
+def _joined(parts: list[array[int]], size: int) -> array[int]:
+    """Sorted arrays as one. Bucket by bucket: sorting all in one call would hold up every other
+    thread of the process for as long as it takes, and take 44 bytes for each number."""
+    bits = max(0, size.bit_length() - _BUCKET)
+    shift = 2 * _BITS - bits
+    buckets = [array("Q") for _ in range(1 << bits)]
+    for part in parts:
+        at = 0
+        for number, bucket in enumerate(buckets, 1):
+            end = bisect_left(part, number << shift, at)
+            bucket.extend(part[at:end])
+            at = end
+    joined = array("Q")
+    buckets.reverse()
+    while buckets:
+        joined.extend(sorted(buckets.pop()))
+    return joined
 
 
 def numbers_of(info: PackInfo, base: int) -> list[int]:
