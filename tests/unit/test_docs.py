@@ -115,13 +115,17 @@ def test_every_hazard_page_is_listed() -> None:
 def test_commands_that_are_shown_exist(page: Path) -> None:
     reference = writer().cli_reference()
     headings = set(re.findall(r"^## (sojourn [a-z ]+)$", reference, re.MULTILINE))
-    groups = {heading.split()[1] for heading in headings if len(heading.split()) == 3}
-    for words in re.findall(
-        r"(?<![\w/.-])(?<!from )sojourn ((?:[a-z]+)(?: [a-z]+)?)", code_of(page)
-    ):
-        first, _, second = words.partition(" ")
-        name = f"sojourn {first} {second}" if first in groups and second else f"sojourn {first}"
-        assert name in headings or (first in groups and not second), f"{name} in {page.name}"
+    groups = {"sojourn"}
+    for heading in headings:
+        words = heading.split()
+        groups |= {" ".join(words[:length]) for length in range(2, len(words))}
+    for shown in re.findall(r"(?<![\w/.-])(?<!from )sojourn((?: [a-z]+){1,3})", code_of(page)):
+        name = "sojourn"
+        for word in shown.split():
+            if name not in groups:
+                break  # what follows a command's name are its arguments
+            name = f"{name} {word}"
+            assert name in headings | groups, f"{name} in {page.name}"
 
 
 def code_of(page: Path) -> str:
