@@ -86,7 +86,7 @@ def test_an_index_of_too_many_packs_is_refused(monkeypatch):
 PACK = st.lists(st.sampled_from(NAMES), min_size=1, max_size=12)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(
         st.one_of(

@@ -41,7 +41,7 @@ def stored(data: bytes, info, number: int) -> bytes:
     return data[block.offset : block.offset + block.stored]
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=5),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sojourn.errors import IntegrityError, TooLarge
@@ -116,6 +116,7 @@ def test_a_newer_format_is_told_apart_from_damage():
     assert "version" in caught.value.next_step
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=400), st.binary(max_size=40), st.sampled_from([OPEN, CLOSED]))
 def test_any_payload_at_any_place(payload, place, keys):
     assert unseal(SNAPSHOT, seal(SNAPSHOT, payload, keys, place), keys, place, name="x") == payload
