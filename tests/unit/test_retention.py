@@ -13,6 +13,8 @@ from sojourn.errors import InvalidRequest
 from sojourn.model import Policy, Retention, SnapshotKind
 from sojourn.retention import DAY, HOUR, WEEK, decide, is_subject
 from sojourn.server.checks import MAX_KEPT, check_policy
+from sojourn.server.retentions import recovery_point
+from support.databases import make_session, make_snapshot
 
 AUTO, EXPLICIT, SUSPEND, FORK, BASE = SnapshotKind
 NOW = 1_800_000_000.0 // WEEK * WEEK
@@ -217,6 +219,24 @@ def test_nothing_more_is_given_up_before_the_time_it_says(
     decision = decide(points, needed, policy, NOW)
     if decision.again_at is None or NOW + later < decision.again_at - 1.0:
         assert decide(points, needed, policy, NOW + later).remove == decision.remove
+
+
+# -- what a loss of the node would take a session back to -----------------------------------------
+
+
+def test_the_recovery_point_is_the_newest_durable_one_on_the_line_of_the_head() -> None:
+    session = make_session()
+    root = make_snapshot(session, id="root", durable_at=1.0)
+    middle = make_snapshot(session, id="middle", parent="root", durable_at=2.0)
+    aside = make_snapshot(session, id="aside", parent="root", durable_at=3.0)
+    later = make_snapshot(session, id="later", parent="middle")
+    head = make_snapshot(session, id="head", parent="later")
+    records = [root, middle, aside, later, head]
+    assert recovery_point(records, "head") == "middle"
+    assert recovery_point(records, "aside") == "aside"
+    assert recovery_point(records, "elsewhere") is None
+    assert recovery_point(records, None) is None
+    assert recovery_point([later, head], "head") is None
 
 
 # -- what may be asked for ----------------------------------------------------------------------

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from sojourn.database.records import SnapshotRecord
 from sojourn.database.writes import AppendEvent, UpdateSnapshot, Write
 from sojourn.errors import SessionNotFound, SnapshotNotFound, SojournError
 from sojourn.model import Retention, Session, SessionState
@@ -24,6 +25,16 @@ log = logging.getLogger(__name__)
 
 _AT_ONCE = 500  # snapshots given up in one commit, which one event names
 _PAUSE_SECONDS = 60.0  # between two looks at a session that goes on taking snapshots
+
+
+def recovery_point(records: Sequence[SnapshotRecord], head: str | None) -> str | None:
+    """The snapshot that a loss of the node would take a session back to: the newest durable one on
+    the head's line, as far as these records show it."""
+    known = {record.id: record for record in records}
+    at = known.get(head) if head is not None else None
+    while at is not None and at.durable_at is None:
+        at = known.get(at.parent) if at.parent is not None else None
+    return at.id if at is not None else None
 
 
 class _Look(msgspec.Struct, frozen=True):

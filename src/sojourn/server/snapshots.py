@@ -38,7 +38,7 @@ from sojourn.node import captures
 from sojourn.node.isolation.base import Capability
 from sojourn.server.context import Context
 from sojourn.server.registry import ActiveSession
-from sojourn.server.retentions import Retentions
+from sojourn.server.retentions import Retentions, recovery_point
 from sojourn.store.fingerprints import fingerprint
 
 log = logging.getLogger(__name__)
@@ -353,13 +353,16 @@ class Snapshots:
         """Drop memory images of the oldest automatic snapshots beyond the policy's bytes."""
         session = active.session
         records = await self._context.database.list_snapshots(session.id)
+        # Thinned, it would count as not durable, and the object store might lose it to retention
+        # before it has the head.
+        spared = {session.head, recovery_point(records, session.head)}
         images = [
             record
             for record in records
             if record.kind is SnapshotKind.AUTO
             and record.label is None
             and record.has_memory
-            and record.id != session.head
+            and record.id not in spared
         ]
         over = sum(record.memory_bytes for record in images) - session.policy.auto_memory_bytes
         for record in images:
