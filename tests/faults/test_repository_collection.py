@@ -25,7 +25,7 @@ from sojourn.errors import Conflict, IntegrityError, ObjectMissing
 from sojourn.model.snapshots import Snapshot
 from sojourn.repository.backends.base import Backend
 from sojourn.repository.downloads import Reader
-from sojourn.repository.marking import add_layer
+from sojourn.repository.needs import add_layer
 from sojourn.repository.pushes import Push
 from sojourn.repository.reliance import Exposed, Watch
 from support.dictionaries import DictBackend

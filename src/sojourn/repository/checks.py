@@ -25,7 +25,8 @@ from sojourn.repository.backends.base import Backend
 from sojourn.repository.damages import read_damage
 from sojourn.repository.domains import Domain
 from sojourn.repository.inventory import Inventory, survey
-from sojourn.repository.marking import SHARED, add_image, add_layer, each, read_snapshots
+from sojourn.repository.marking import SHARED, each, read_snapshots
+from sojourn.repository.needs import add_image, add_layer
 from sojourn.repository.packs import contents, parse_records, read_footer
 from sojourn.repository.records import MAX_PACK, PackInfo
 from sojourn.repository.tombstones import Tombstones, names

@@ -19,18 +19,14 @@ import msgspec
 
 from sojourn.errors import IntegrityError, ObjectMissing
 from sojourn.model.snapshots import Snapshot
-from sojourn.repository.cutting import SMALL_FILE, decode_recipe
 from sojourn.repository.damages import Damage, read_damages
 from sojourn.repository.domains import SNAPSHOTS, Domain
-from sojourn.repository.downloads import Reader
-from sojourn.repository.images import decode_image
-from sojourn.repository.layers import LayerObject, decode_layer
-from sojourn.repository.records import CHUNK_DATA, CHUNK_RECIPE, CHUNK_SEGMENT
-from sojourn.repository.sealed import IMAGE, LAYER, SNAPSHOT
+from sojourn.repository.losses import losses_of_image, losses_of_layer
+from sojourn.repository.needs import add_image, add_layer
+from sojourn.repository.sealed import SNAPSHOT
 from sojourn.store.fingerprints import fingerprint
 from sojourn.store.images import object_name as image_object
 from sojourn.store.layers import object_name as layer_object
-from sojourn.store.manifests import FILE, Entry
 from sojourn.store.snapshots import object_name as snapshot_object
 
 SHARED = "shared"
@@ -42,7 +38,6 @@ T = TypeVar("T")
 Holder = tuple[Domain, str]  # a snapshot and its domain
 
 _snapshots = msgspec.msgpack.Decoder(Snapshot)
-_entries = msgspec.msgpack.Decoder(list[Entry])
 
 
 class Marks:
@@ -129,7 +124,8 @@ def references(domains: Mapping[str, Domain], shared: str = SHARED) -> dict[str,
     for name, domain in domains.items():
         marks = found[name]
         marks.damaged = read_damages(domain)
-        for snapshot in read_snapshots(domain):
+        faults: dict[str, IntegrityError] = {}
+        for snapshot in read_snapshots(domain, faults):
             holder = (domain, snapshot.id)
             damage = marks.damaged.get(snapshot.id)
             for number, layer in enumerate(snapshot.layers):
@@ -141,6 +137,9 @@ def references(domains: Mapping[str, Domain], shared: str = SHARED) -> dict[str,
                 marks.images.setdefault(snapshot.memory.id, []).append(holder)
             if damage is not None:
                 marks.lost.update(damage.chunk_names())
+        for id, error in faults.items():
+            if id not in marks.damaged:
+                raise error  # what it needs is not known
     return found
 
 
@@ -157,6 +156,11 @@ def mark(domains: Mapping[str, Domain], shared: str = SHARED) -> dict[str, Marks
         except (IntegrityError, ObjectMissing) as error:
             name = image_object(id) if image else layer_object(id)
             _pass_over(error, name, holders, found)
+            # Of what is damaged, all that is left stays, so that a repair can still complete it.
+            look = losses_of_image if image else losses_of_layer
+            losses = look(marks.domain, id, marks.domain.index.locate)
+            marks.chunks |= losses.needed
+            marks.lost |= losses.lost
 
     tasks = [(marks, False, id) for marks in found.values() for id in marks.layers]
     tasks += [(marks, True, id) for marks in found.values() for id in marks.images]
@@ -198,51 +202,3 @@ def _pass_over(
             snapshot=snapshot,
             next_step="Nothing was removed. Run `sojourn store check` and `sojourn store repair`.",
         ) from error
-
-
-def add_layer(domain: Domain, layer: str, chunks: set[bytes]) -> None:
-    """Add the names of all chunks of a layer: segments, recipes, contents. Segments and recipes
-    whose names are there already are not read again. Several threads may add to one set. Raises
-    ObjectMissing, IntegrityError."""
-    chunk_name = domain.keys.chunk_name
-    root = read_layer(domain, layer)
-    fresh = {chunk_name(CHUNK_SEGMENT, content) for content in root.segments} - chunks
-    large: dict[bytes, int] = {}
-    read = Reader(domain).chunks
-    for name, data in read(fresh, needed_by=layer_object(layer)):
-        for entry in decode_segment(data, name):
-            if entry.type != FILE or not entry.size or entry.link is not None:
-                continue
-            if entry.size <= SMALL_FILE:
-                chunks.add(chunk_name(CHUNK_DATA, entry.digest))
-                continue
-            recipe = chunk_name(CHUNK_RECIPE, entry.digest)
-            if recipe not in chunks:
-                large[recipe] = entry.size
-    for recipe, data in read(large, needed_by=layer_object(layer)):
-        for content, _ in decode_recipe(data, large[recipe], f"chunk {recipe.hex()}"):
-            chunks.add(chunk_name(CHUNK_DATA, content))
-        chunks.add(recipe)
-    # Last, because they stand for all of the above when the next layer has them too.
-    chunks |= fresh
-
-
-def add_image(domain: Domain, image: str, chunks: set[bytes]) -> None:
-    """Add the names of all chunks of a memory image. Raises ObjectMissing, IntegrityError."""
-    chunk_name = domain.keys.chunk_name
-    root = decode_image(domain.get_root(IMAGE, domain.image_key(image)), image)
-    chunks.update(chunk_name(CHUNK_DATA, content) for content in root.chunk_ids())
-
-
-def read_layer(domain: Domain, layer: str) -> LayerObject:
-    """A layer's root object. Raises ObjectMissing, IntegrityError."""
-    return decode_layer(domain.get_root(LAYER, domain.layer_key(layer)), layer)
-
-
-def decode_segment(data: bytes, name: bytes) -> list[Entry]:
-    """The entries of a segment. Raises IntegrityError."""
-    try:
-        return _entries.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        shown = f"chunk {name.hex()}"
-        raise IntegrityError(f"{shown} is no segment: {error}", object=shown) from None

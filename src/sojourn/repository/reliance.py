@@ -20,7 +20,7 @@ from typing import NamedTuple
 from sojourn.errors import IntegrityError, ObjectMissing
 from sojourn.model.snapshots import Snapshot
 from sojourn.repository.domains import Domain
-from sojourn.repository.marking import add_image, add_layer
+from sojourn.repository.needs import add_image, add_layer
 from sojourn.repository.tombstones import Tombstones
 
 LONGEST = 12 * 3600.0  # seconds since the last look, after which everything is looked at anew
