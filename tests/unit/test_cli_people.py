@@ -10,6 +10,9 @@ import pytest
 
 from sojourn.cli.history import as_tree
 from sojourn.cli.processes import command_of
+from sojourn.cli.service import object_store_facts
+from sojourn.cli.session import retention_rules
+from sojourn.wire.api import ObjectStoreInfo
 
 
 def snapshot(name: str, parent: str | None, at: float, *, current: bool = False) -> Any:
@@ -58,3 +61,32 @@ def test_an_option_after_the_session_is_refused_with_the_reason() -> None:
         command_of(("-c", "echo hi"), None)
     assert command_of(("--", "-odd"), None) == ["-odd"]
     assert command_of(("ls", "-l"), None) == ["ls", "-l"]
+
+
+def test_how_far_the_object_store_is_behind() -> None:
+    assert object_store_facts(None) == [("object store", "none")]
+    behind = ObjectStoreInfo("s3://bucket", 3, 12.4, 0, "it cannot be reached", [])
+    assert object_store_facts(behind) == [
+        ("object store", "s3://bucket"),
+        ("behind", "3 snapshots wait, for up to 12 s"),
+        ("held up by", "it cannot be reached"),
+    ]
+    level = ObjectStoreInfo("", 0, 0.0, 9, None, [])
+    assert object_store_facts(level) == [
+        ("object store", "yes"),
+        ("behind", "nothing waits"),
+        ("held up by", None),
+    ]
+
+
+def test_rules_of_retention_are_read() -> None:
+    assert retention_rules("all") is None
+    nothing = {"keep_all_for": 0, "keep_last": 0, "hourly": 0, "daily": 0, "weekly": 0}
+    assert retention_rules("last=3, daily=7") == nothing | {"keep_last": 3, "daily": 7}
+    assert retention_rules("for=60,weekly=4") == nothing | {"keep_all_for": 60, "weekly": 4}
+
+
+@pytest.mark.parametrize("text", ["", "last", "last=", "last=-1", "last=x", "yearly=1", "last=²"])
+def test_other_rules_are_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        retention_rules(text)

@@ -6,6 +6,7 @@ import click
 
 from sojourn.cli.connection import connect
 from sojourn.cli.output import emit, facts, json_option, moment, say, size, table
+from sojourn.wire.api import ObjectStoreInfo
 
 
 @click.command("status", help="Show the server at a glance.")
@@ -23,6 +24,7 @@ def status(as_json: bool) -> None:
                 ("sandboxes", found.sandboxes),
                 ("disk free", size(found.disk_free_bytes)),
                 ("store", size(found.store_bytes)),
+                *object_store_facts(found.objects),
             ]
         )
         for state, count in sorted(found.sessions.items()):
@@ -31,6 +33,18 @@ def status(as_json: bool) -> None:
             say(f"driver {driver}: {', '.join(capabilities) or 'files only'}")
 
     emit(found, as_json, show)
+
+
+def object_store_facts(found: ObjectStoreInfo | None) -> list[tuple[str, object]]:
+    """How far the object store is behind."""
+    if found is None:
+        return [("object store", "none")]
+    behind = f"{found.waiting} snapshots wait, for up to {found.lag:.0f} s"
+    return [
+        ("object store", found.url or "yes"),
+        ("behind", behind if found.waiting else "nothing waits"),
+        ("held up by", found.error),
+    ]
 
 
 @click.group("template", help="Templates: what sessions start from.")
