@@ -11,10 +11,9 @@ is there does so under the one lock of the directory.
 
 `#` is in no key, so neither is ever listed or named.
 
-This does not go through obstore's LocalStore, which was looked at first (0.12): it syncs neither
-files nor directories, has no conditional replace (`PutMode::Update` is not implemented), and leaves
-its temporaries between the objects. What remained for it were reads, which are one `pread` each
-here.
+This does not go through obstore's LocalStore: as of 0.12 that has no conditional replace
+(`PutMode::Update` is not implemented for it), and whether it syncs files and directories was not
+traced. What remained for it were reads, which are one `pread` each here.
 """
 
 from __future__ import annotations
