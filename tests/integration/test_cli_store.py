@@ -189,7 +189,7 @@ def test_what_makes_no_sense_is_refused(
     assert json.loads(err)["code"] == "invalid_request"
 
 
-@pytest.mark.parametrize("command", ["check", "gc", "repair"])
+@pytest.mark.parametrize("command", ["check", "stats", "gc", "repair"])
 def test_where_there_is_no_store_none_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -274,6 +274,36 @@ def test_what_no_snapshot_needs_waits_for_its_grace_and_goes(
     node.repository.fetch_layer(TENANT, kept.layers[1].id, node.data.parent / "restored")
     code, out, _ = said(capsys, "store", "gc", "--grace", "0")
     assert code == 0 and "freed" in out
+
+
+def test_a_dry_run_changes_nothing(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    node.push(b"kept")
+    gone = node.push(os.urandom(200_000))
+    assert told(capsys, "store", "gc", "--dry-run")[1]["dead_bytes"] < 1000
+    node.repository.delete_snapshot(TENANT, gone.id)
+    before = {path: path.stat().st_mtime_ns for path in node.place.rglob("*") if path.is_file()}
+    code, found = told(capsys, "store", "gc", "--dry-run", "--grace", "0")
+    assert code == 0 and found["snapshots"] == 1 and found["dead_bytes"] > 200_000
+    assert "not needed" in said(capsys, "store", "gc", "--dry-run")[1]
+    after = {path: path.stat().st_mtime_ns for path in node.place.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_what_snapshots_take_is_counted(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    content = os.urandom(300_000)
+    one, same, other = node.push(content), node.push(content), node.push(b"x" * 1_000_000)
+    code, found = told(capsys, "store", "stats")
+    assert code == 0
+    assert found["total"]["snapshots"] == 3
+    takes = found["snapshots"]
+    assert takes[one.id]["unique"] < 1000 and takes[one.id]["shared"] > 300_000
+    assert takes[one.id] == takes[same.id]
+    assert 0 < takes[other.id]["unique"] < 100_000 < takes[other.id]["logical"]
+    assert found["sessions"][node.session.id]["unique"] > 300_000
+    assert found["deduplication"] > 1.1 and found["compression"] > 1.5
+    for by, id in (("tenant", TENANT), ("session", node.session.id), ("snapshot", one.id)):
+        code, out, _ = said(capsys, "store", "stats", "--by", by)
+        assert code == 0 and id in out and "ALONE" in out and "compression" in out
 
 
 # -- repair -------------------------------------------------------------------------------------

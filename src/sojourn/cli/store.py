@@ -131,6 +131,72 @@ def _show_problems(where: str, problems: list[Problem]) -> None:
         say(f"{safe(where)}: no damage found.")
 
 
+# -- stats ------------------------------------------------------------------------------------
+
+
+@store.command("stats")
+@click.option(
+    "--by",
+    type=click.Choice(["tenant", "session", "snapshot"]),
+    default="tenant",
+    show_default=True,
+    help="What the table is of.",
+)
+@store_options
+@json_option
+def stats(as_json: bool, by: str, url: str | None, key_file: Path | None, data: Path) -> None:
+    """Count what tenants, sessions and snapshots take.
+
+    ALONE is what deleting one would free, SHARED what it has in common with others, FULL what a
+    restore writes. With --json all of them, whatever the table is of.
+    """
+    from sojourn.repository.accounting import account
+
+    with (
+        opened_repository(url, key_file, data) as repository,
+        working(f"Counting in {repository.url}", quiet=as_json),
+    ):
+        found = account(repository.backend, repository.domain)
+        where = repository.url
+    total = found.total
+
+    def show() -> None:
+        usages = {
+            "tenant": found.tenants,
+            "session": found.sessions,
+            "snapshot": found.snapshots,
+        }[by]
+        table(
+            [by.upper(), "FULL", "ALONE", "SHARED"],
+            [
+                (id, size(usage.logical), size(usage.unique), size(usage.shared))
+                for id, usage in sorted(usages.items(), key=lambda pair: (-pair[1].unique, pair[0]))
+            ],
+        )
+        say("")
+        facts(
+            [
+                ("store", where),
+                ("snapshots", total.snapshots),
+                ("full size", size(total.logical)),
+                ("different content", size(total.raw)),
+                ("takes", size(total.used)),
+                ("deduplication", f"{total.deduplication:.2f} times"),
+                ("compression", f"{total.compression:.2f} times"),
+                ("not needed", size(total.dead)),
+                ("packs", f"{total.packs}, {size(total.pack_bytes)}"),
+            ]
+        )
+
+    body: dict[str, Any] = {
+        "store": where,
+        **msgspec.to_builtins(found),
+        "deduplication": total.deduplication,
+        "compression": total.compression,
+    }
+    emit(body, as_json, show)
+
+
 # -- gc ---------------------------------------------------------------------------------------
 
 
@@ -143,16 +209,23 @@ def _show_problems(where: str, problems: list[Problem]) -> None:
     metavar="SECONDS",
     help="What is found dead is removed by a collection this much later; 0: by this one.",
 )
+@click.option("--dry-run", is_flag=True, help="Change nothing; tell what no snapshot needs.")
 @store_options
 @json_option
-def gc(as_json: bool, grace: float, url: str | None, key_file: Path | None, data: Path) -> None:
+def gc(
+    as_json: bool, grace: float, dry_run: bool, url: str | None, key_file: Path | None, data: Path
+) -> None:
     """Remove what no snapshot needs, and pack anew what is mostly unused.
 
     It may be cut off and repeated, and run beside servers. Where something that tells what is
-    needed cannot be read, nothing is removed.
+    needed cannot be read, nothing is removed. What is not needed of a pack that is needed by more
+    than half stays.
     """
     from sojourn.repository.collection import collect
 
+    if dry_run:
+        _dry_run(as_json, url, key_file, data)
+        return
     with (
         opened_repository(url, key_file, data) as repository,
         working(f"Collecting in {repository.url}", quiet=as_json),
@@ -173,6 +246,28 @@ def gc(as_json: bool, grace: float, url: str | None, key_file: Path | None, data
         )
 
     emit(found, as_json, show)
+
+
+def _dry_run(as_json: bool, url: str | None, key_file: Path | None, data: Path) -> None:
+    from sojourn.repository.accounting import account
+
+    with (
+        opened_repository(url, key_file, data) as repository,
+        working(f"Counting in {repository.url}", quiet=as_json),
+    ):
+        total = account(repository.backend, repository.domain).total
+    body = {"snapshots": total.snapshots, "bytes": total.pack_bytes, "dead_bytes": total.dead}
+
+    def show() -> None:
+        facts(
+            [
+                ("snapshots", total.snapshots),
+                ("packs", size(total.pack_bytes)),
+                ("not needed", size(total.dead)),
+            ]
+        )
+
+    emit(body, as_json, show)
 
 
 # -- repair -----------------------------------------------------------------------------------
