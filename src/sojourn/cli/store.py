@@ -23,6 +23,7 @@ from sojourn.cli.stores import opened_repository, store_options, store_secret
 if TYPE_CHECKING:
     from sojourn.repository.checks import Problem
 
+_SHOWN = 10  # of the sessions or snapshots a problem affects; JSON has all
 _PART = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
 
 
@@ -109,21 +110,14 @@ def check(
 
 
 def _show_problems(where: str, problems: list[Problem]) -> None:
-    if problems:
-        table(
-            ["SEVERITY", "DOMAIN", "OBJECT", "CAUSE", "SESSIONS", "SNAPSHOTS"],
-            [
-                (
-                    one.severity,
-                    one.domain,
-                    one.object,
-                    one.cause,
-                    " ".join(one.sessions),
-                    " ".join(one.snapshots),
-                )
-                for one in problems
-            ],
-        )
+    # Names and causes are long: a table would break them into pieces nobody can copy.
+    for one in problems:
+        say(safe(f"{one.severity}: {one.object} (in {one.domain})"))
+        say(f"    {safe(one.cause)}")
+        for what, ids in (("sessions", one.sessions), ("snapshots", one.snapshots)):
+            if ids:
+                more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
+                say(safe(f"    {what}: {' '.join(ids[:_SHOWN])}{more}"))
     errors = sum(one.severity == "error" for one in problems)
     if errors:
         say(f"{safe(where)}: {errors} errors. `sojourn store repair` mends what can be mended.")
