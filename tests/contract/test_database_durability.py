@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sojourn.database import Database, DurableObjects, SnapshotRecord
+from sojourn.database import Database, DurableObjects, ObjectStore, SnapshotRecord
 from sojourn.database.sqlite import migrate
 from sojourn.database.writes import InsertSnapshot, UpdateSession, UpdateSnapshot
 from sojourn.errors import Conflict, NameTaken, SessionNotFound
@@ -361,3 +361,30 @@ def test_a_file_of_before_is_brought_forward_with_nothing_durable(tmp_path: Path
 
     Harness("sqlite", tmp_path).run(scenario)
     assert flaws(path) == []
+
+
+# -- which object store -------------------------------------------------------------------------
+
+
+def test_in_another_object_store_nothing_is_durable(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        session = await insert_session(db, make_session())
+        head = make_snapshot(session)
+        await session_with(db, head, session=session)
+        assert await db.object_store() is None
+        first = ObjectStore("file:///one", "a")
+        assert await db.use_object_store(first)
+        assert await db.mark_durable(head.id, fingerprint=head.fingerprint, at=5.0)
+        await db.note_record(session.id, "digest")
+
+        moved = ObjectStore("file:///moved", "a")
+        assert not await db.use_object_store(moved)
+        assert await db.object_store() == moved
+        assert await undurable(db) == [] and await db.record_digest(session.id) == "digest"
+
+        assert await db.use_object_store(ObjectStore("file:///moved", "b"))
+        assert await undurable(db) == [head.id]
+        assert await db.record_digest(session.id) is None
+        assert await db.store_removals() == []
+
+    database.run(scenario)

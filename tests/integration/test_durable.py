@@ -159,6 +159,37 @@ def test_a_deleted_session_leaves_the_store(durable: ServerProcess, place: Path)
     eventually(lambda: not any(path.exists() for path in kept))
 
 
+def test_an_object_store_that_vanished_is_not_made_anew(
+    durable: ServerProcess, place: Path
+) -> None:
+    """An unmounted file system looks like an empty directory: nothing may take it for a store."""
+    session = durable.client().sessions.create()
+    session.suspend(wait="durable")
+    durable.stop()
+    place.rename(place.with_name("unmounted"))
+    place.mkdir()
+    with pytest.raises(RuntimeError, match="was this server's object store"):
+        durable.start()
+    assert not (place / "config").exists()
+    shutil.rmtree(place)
+    place.with_name("unmounted").rename(place)
+    durable.start()
+    assert durable.client().sessions.get(session.id).durability().head_durable
+
+
+def test_another_object_store_gets_everything_anew(durable: ServerProcess, tmp_path: Path) -> None:
+    session = durable.client().sessions.create()
+    session.run_code("x = 1")
+    session.suspend(wait="durable")
+    durable.stop()
+    durable.store = str(tmp_path / "another")
+    client = durable.start()
+    client.sessions.get(session.id).durability(wait=60)
+    eventually(lambda: client.status().objects.waiting == 0)
+    client = lose(durable)
+    assert client.sessions.get(session.id).run_code("x").text == "1"
+
+
 def test_without_an_object_store_durable_is_refused(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data")
     server.start()

@@ -90,7 +90,7 @@ def store_location(given: str | None, data: Path) -> str | None:
     text = given or os.environ.get("SOJOURN_STORE") or ""
     if text == _NONE:
         return None
-    return text or f"file://{data / 'objects'}"
+    return text or (data / "objects").as_uri()
 
 
 def store_secret(file: Path | None) -> bytes | None:

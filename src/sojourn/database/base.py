@@ -20,6 +20,7 @@ from sojourn.database.records import (
     Durability,
     DurableObjects,
     Event,
+    ObjectStore,
     Operation,
     Pruned,
     References,
@@ -109,6 +110,13 @@ class Database(Protocol):
         """All layer and image ids any snapshot row refers to."""
 
     # -- the object store -------------------------------------------------------------------
+    async def object_store(self) -> ObjectStore | None:
+        """The object store that the marks of what is durable speak of; None before the first."""
+
+    async def use_object_store(self, store: ObjectStore) -> bool:
+        """From now on they speak of this one. Where it is another repository than before, nothing
+        counts as durable any more and no removal is owed; answers whether that is so."""
+
     async def undurable_snapshots(self, *, limit: int = 100) -> list[SnapshotRecord]:
         """Needed ones that the object store does not have yet: heads of live sessions first, then
         the others, oldest first; within each of the two, parents before children. Needed are the

@@ -147,6 +147,13 @@ class Removal(msgspec.Struct, frozen=True):
     object: str
 
 
+class ObjectStore(msgspec.Struct, frozen=True):
+    """A repository by its URL (without credentials) and its own id, which no other one has."""
+
+    url: str
+    repository: str
+
+
 class DurableObjects(msgspec.Struct, frozen=True):
     """What durable snapshots refer to: layer and image ids, each with the tenants whose snapshots
     do; `templates` are their lowest layers, which belong to no tenant and are not in `layers`."""

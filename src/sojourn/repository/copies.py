@@ -56,5 +56,12 @@ class StoredCopies:
             raise IntegrityError(f"{name} is missing.", object=name)
         return files
 
+    def has(self, id: str) -> bool:
+        """Whether a layer or a memory image is here."""
+        short = id[:SHORT]
+        return any(
+            (self._root / group / short / "manifest").exists() for group in ("layers", "images")
+        )
+
     def _directory(self, layer: str) -> Path:
         return self._root / "layers" / layer[:SHORT]

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from sojourn.errors import SojournError, StorageFull, to_body
+from sojourn.errors import SojournError, StorageFull, StoreRefused, to_body
 from sojourn.model.snapshots import Snapshot
 from sojourn.repository.copies import StoredCopies
 from sojourn.repository.repository import Repository
@@ -39,11 +39,12 @@ _NICE = 10
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What a worker works on: the repository's URL and secret, the node's store."""
+    """What a worker works on: the repository's URL, secret and id, the node's store."""
 
     url: str
     secret: bytes | None
     store: str
+    repository: str
 
     def __repr__(self) -> str:
         return f"Start(url={self.url!r})"
@@ -103,7 +104,11 @@ class _Worker:
     def _opened(self) -> Repository:
         if self._repository is None:
             start = self._start
-            self._repository = Repository.open(start.url, start.secret, create=True)
+            found = Repository.open(start.url, start.secret)
+            if found.config.id != start.repository:
+                found.close()
+                raise StoreRefused(f"another repository stands at {start.url} now")
+            self._repository = found
         return self._repository
 
     def _push(self, asked: Push) -> int:
@@ -151,9 +156,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(
-        target=end_with_input, args=(sys.stdin.buffer, asked.put), daemon=True
-    ).start()
+    threading.Thread(target=end_with_input, args=(sys.stdin.buffer, asked.put), daemon=True).start()
     worker = _Worker(msgspec.msgpack.decode(asked.get(), type=Start))
     while True:
         sys.stdout.buffer.write(worker.answer(asked.get()))

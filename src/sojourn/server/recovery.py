@@ -18,7 +18,7 @@ import msgspec
 
 from sojourn.database import open_database
 from sojourn.database.base import Database
-from sojourn.database.records import SnapshotRecord
+from sojourn.database.records import ObjectStore, SnapshotRecord
 from sojourn.database.writes import AppendEvent, InsertSession, InsertSnapshot, Write
 from sojourn.errors import Conflict, IntegrityError, SojournError
 from sojourn.model import Limits, Policy, Session, SessionState, Snapshot
@@ -58,6 +58,7 @@ async def recover(data: Path, repository: Repository) -> Recovered:
                     f"{data} holds sessions already",
                     next_step="Recover into an empty data directory.",
                 )
+            await database.use_object_store(ObjectStore(repository.url, repository.config.id))
             source = RepositorySource(repository)
             store = await asyncio.to_thread(LocalStore, data / "store", source=source)
             return await _Recovery(database, store, source, repository).run()

@@ -20,24 +20,28 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 from blake3 import blake3
 
 from sojourn import faultpoints
 from sojourn.database.base import Database
-from sojourn.database.records import SnapshotRecord
+from sojourn.database.records import ObjectStore, SnapshotRecord
 from sojourn.errors import (
     Interrupted,
+    ObjectMissing,
     SessionNotFound,
     SnapshotNotFound,
     SojournError,
     StaleEpoch,
     StoreKeyInvalid,
+    StoreRefused,
     StoreUnreachable,
     Unsupported,
 )
 from sojourn.model import Session, SessionState, SnapshotKind
+from sojourn.repository.copies import StoredCopies
 from sojourn.repository.repository import Repository
 from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
 from sojourn.server.guards import StoreGuard
@@ -79,10 +83,12 @@ class ReplicationStatus(msgspec.Struct, frozen=True):
 class Replicator:
     """The worker of one server. Without a URL it does nothing and says so."""
 
-    def __init__(self, database: Database, settings: StoreSettings) -> None:
+    def __init__(self, database: Database, settings: StoreSettings, root: Path) -> None:
         self._database = database
+        self._root = root
         self.settings = settings
         self._repository: Repository | None = None
+        self._known: ObjectStore | None = None
         self._opening = threading.Lock()
         self._wake = asyncio.Event()
         self._hurry: set[str] = set()
@@ -118,8 +124,7 @@ class Replicator:
         if self.settings.url is None:
             return
         try:
-            repository = await self.repository()
-            await self._greet(repository)
+            await self._greet(await self.repository())
         except StoreUnreachable as error:
             self._error = error.message
             log.warning("the object store cannot be reached yet: %s", error)
@@ -142,17 +147,47 @@ class Replicator:
         if settings.url is None:
             raise _nowhere()
         with self._opening:
-            found = self._repository
-            if found is None:
-                found = self._repository = Repository.open(
-                    settings.url, settings.secret, create=True
-                )
+            if self._repository is not None:
+                return self._repository
+            known = self._known if self._known and self._known.url == settings.url else None
+            try:
+                found = Repository.open(settings.url, settings.secret, create=known is None)
+            except ObjectMissing as error:
+                raise _another(settings.url, "there is no repository any more") from error
+            if known is not None and found.config.id != known.repository:
+                found.close()
+                raise _another(settings.url, "another repository stands there now")
+            self._repository = found
             return found
 
     async def repository(self) -> Repository:
         """`open_repository` for coroutines."""
-        found = self._repository
-        return found if found is not None else await asyncio.to_thread(self.open_repository)
+        if self._repository is not None:
+            return self._repository
+        self._known = await self._database.object_store()
+        found = await asyncio.to_thread(self.open_repository)
+        assert self.settings.url is not None
+        store = ObjectStore(self.settings.url, found.config.id)
+        if self._known is not None and self._known.repository != store.repository:
+            await self._all_here(self._known)
+        if store != self._known and await self._database.use_object_store(store) and self._known:
+            log.warning("another object store than before: everything is sent to it anew")
+        self._known = store
+        return found
+
+    async def _all_here(self, known: ObjectStore) -> None:
+        """Refuse to leave an object store that alone holds something."""
+        objects = await self._database.durable_objects()
+        here = StoredCopies(self._root)
+        gone = await asyncio.to_thread(
+            lambda: [id for id in (*objects.layers, *objects.images) if not here.has(id)]
+        )
+        if gone:
+            self._repository = None
+            raise StoreRefused(
+                f"{len(gone)} layers and memory images are only in the object store {known.url}",
+                next_step="Start with that one again, or delete the sessions that need them.",
+            )
 
     async def start(self) -> None:
         """Begin to replicate; every live session's record is looked at once."""
@@ -273,6 +308,7 @@ class Replicator:
 
     async def _round(self) -> float:
         """All that is to be done now; answers after how many seconds there may be more."""
+        self._sender.expect((await self.repository()).config.id)
         await self._remove()
         due = await self._send()
         await self._record()
@@ -447,6 +483,14 @@ class Replicator:
             )
         if freed:
             log.info("the local cache gave %d bytes back", freed)
+
+
+def _another(url: str, cause: str) -> StoreRefused:
+    return StoreRefused(
+        f"{url} was this server's object store, and {cause}",
+        next_step="Bring it back (is its file system mounted?), or give another place (--store),"
+        " to which everything is sent anew.",
+    )
 
 
 def _nowhere() -> Unsupported:

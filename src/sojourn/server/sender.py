@@ -30,11 +30,16 @@ class Sender:
     """One worker process at a time, one call at a time."""
 
     def __init__(self, url: str, secret: bytes | None, store: Path) -> None:
-        self._start = Start(url, secret, str(store))
+        self._start = Start(url, secret, str(store), "")
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._idle: asyncio.TimerHandle | None = None
         self._closed = False
+
+    def expect(self, repository: str) -> None:
+        """The id of the repository: nothing is sent to another one at the same place."""
+        if repository != self._start.repository:
+            self._start = msgspec.structs.replace(self._start, repository=repository)
 
     async def push(self, tenant: str, snapshot: Snapshot, parent: Snapshot | None) -> int:
         """As `Repository.push`, from the node's store."""

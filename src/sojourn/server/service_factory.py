@@ -85,7 +85,7 @@ async def open_service(data: Path, objects: StoreSettings | None = None) -> Asyn
         database = await open_database(data / "sojourn.db")
         opened.push_async_callback(database.close)
         await _token(database, data)
-        replicator = Replicator(database, objects or StoreSettings())
+        replicator = Replicator(database, objects or StoreSettings(), data / "store")
         opened.push_async_callback(replicator.close)
         await replicator.open()
         source = RepositorySource(replicator.open_repository)

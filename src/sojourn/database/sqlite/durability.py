@@ -10,12 +10,22 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Collection
 
-from sojourn.database.records import Durability, DurableObjects, Removal, SnapshotRecord
+import msgspec
+
+from sojourn.database.records import (
+    Durability,
+    DurableObjects,
+    ObjectStore,
+    Removal,
+    SnapshotRecord,
+)
 from sojourn.database.rows import REMOVALS, SNAPSHOTS, encode_json, parents_first
 from sojourn.database.sqlite.apply import run
 from sojourn.database.sqlite.reader import Reader
 from sojourn.database.sqlite.writer import Writer
 from sojourn.errors import SessionNotFound
+
+_STORE = "object_store"
 
 
 class DurabilityRows:
@@ -23,6 +33,23 @@ class DurabilityRows:
 
     _reader: Reader
     _writer: Writer
+
+    async def object_store(self) -> ObjectStore | None:
+        rows = self._reader.lookup("get_setting", {"key": _STORE})
+        return msgspec.json.decode(rows[0][0], type=ObjectStore) if rows else None
+
+    async def use_object_store(self, store: ObjectStore) -> bool:
+        def work(connection: sqlite3.Connection) -> bool:
+            rows = run(connection, "get_setting", {"key": _STORE})
+            before = msgspec.json.decode(rows[0][0], type=ObjectStore) if rows else None
+            run(connection, "set_setting", {"key": _STORE, "value": encode_json(store)})
+            if before is not None and before.repository == store.repository:
+                return False
+            for query in ("forget_durable", "forget_records", "forget_all_removals"):
+                run(connection, query)
+            return True
+
+        return bool(await self._writer.submit(work, durable=True))
 
     async def undurable_snapshots(self, *, limit: int = 100) -> list[SnapshotRecord]:
         def work(connection: sqlite3.Connection) -> list[SnapshotRecord]:

@@ -59,3 +59,12 @@ WHERE sessions.state <> 'deleted' AND (:tenant IS NULL OR sessions.tenant = :ten
         SELECT 1 FROM snapshots WHERE session = sessions.id AND NOT hidden))
 GROUP BY sessions.id
 ORDER BY sessions.created_at, sessions.id;
+
+-- name: forget_durable
+UPDATE snapshots SET durable_at = NULL WHERE durable_at IS NOT NULL;
+
+-- name: forget_records
+DELETE FROM store_records;
+
+-- name: forget_all_removals
+DELETE FROM store_removals;

@@ -27,3 +27,7 @@ SELECT value FROM settings WHERE key = :key;
 
 -- name: set_setting_once
 INSERT INTO settings (key, value) VALUES (:key, :value) ON CONFLICT (key) DO NOTHING;
+
+-- name: set_setting
+INSERT INTO settings (key, value) VALUES (:key, :value)
+ON CONFLICT (key) DO UPDATE SET value = excluded.value;
