@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -120,3 +122,13 @@ def test_a_newer_format_is_told_apart_from_damage():
 @given(st.binary(max_size=400), st.binary(max_size=40), st.sampled_from([OPEN, CLOSED]))
 def test_any_payload_at_any_place(payload, place, keys):
     assert unseal(SNAPSHOT, seal(SNAPSHOT, payload, keys, place), keys, place, name="x") == payload
+
+
+def test_the_limits_are_those_the_format_names():
+    text = (Path(__file__).parents[2] / "docs" / "formats" / "repository.md").read_text()
+    units = {"KiB": 1 << 10, "MiB": 1 << 20}
+    named = {}
+    for kinds, count, unit in re.findall(r"^\| ([`A-Z, ]+) \| (\d+) (KiB|MiB) \|$", text, re.M):
+        for kind in re.findall(r"`([A-Z]{4})`", kinds):
+            named[kind.encode()] = int(count) * units[unit]
+    assert named == LIMITS
