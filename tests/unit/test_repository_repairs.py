@@ -263,6 +263,38 @@ def test_what_is_lost_may_lie_in_a_pack_that_is_on_its_way_out(here):
     here.fresh().restore(kept)
 
 
+def test_a_tombstone_that_cannot_be_read_holds_nothing_up_after_a_repair(here):
+    data = os.urandom(50_000)
+    other = here.fresh().domain()
+    assert len(other.index) == 0
+    kept = here.publish({"f": data})
+    with Upload(other) as up:  # the same content a second time
+        assert up.add(CHUNK_DATA, blake3(data).digest(), data)
+    here.delete(here.publish({"gone": os.urandom(60_000)}))
+    here.backend.ahead = 7200
+    here.fresh().collect(grace=3600)
+    [key] = here.keys(f"{TENANT}/tombstones/")
+    flip(here, key, 70)
+    with pytest.raises(IntegrityError, match="tombstones"):
+        here.fresh().collect()
+    assert errors(here)
+    mend(here)
+    assert errors(here) == []
+    # Whatever the old one said, neither copy is relied upon any more.
+    assert here.fresh().collect(grace=3600).bytes > 110_000
+    assert errors(here) == []
+    here.fresh().restore(kept)
+
+
+def test_a_mark_that_cannot_be_read_is_written_again(here):
+    _, second = filled(here)
+    here.backend.delete(packs(here, DATA))
+    mend(here)
+    flip(here, here.domain().key("damaged", second.id), 70)
+    assert second.id in {damage.snapshot for damage in mend(here).damaged}
+    assert second.id in read_damages(here.domain())
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="owners need root")
 def test_the_store_of_a_node_is_a_source(tmp_path):
     store = LocalStore(tmp_path / "store")

@@ -27,19 +27,33 @@ from sojourn.model.snapshots import MemoryRef, Snapshot
 from sojourn.repository.backends.base import Backend
 from sojourn.repository.blocks import open_block
 from sojourn.repository.copies import StoredCopies
-from sojourn.repository.damages import Damage, read_damages, remove_damage, write_damage
-from sojourn.repository.domains import Domain
+from sojourn.repository.damages import Damage, remove_damage, write_damage
+from sojourn.repository.domains import TOMBSTONES, Domain
+from sojourn.repository.downloads import Reader
 from sojourn.repository.images_out import publish_image, push_image
 from sojourn.repository.inventory import Inventory, survey
 from sojourn.repository.layers_out import publish_layer, push_layer
 from sojourn.repository.losses import Losses, losses_of_image, losses_of_layer
-from sojourn.repository.marking import SHARED, decode_snapshot, read_snapshots
+from sojourn.repository.marking import (
+    SHARED,
+    decode_snapshot,
+    mark,
+    read_snapshots,
+    root_name,
+)
 from sojourn.repository.packs import contents, names_content, parse_records
 from sojourn.repository.pushes import Copies
-from sojourn.repository.records import MAX_PACK, PackInfo
+from sojourn.repository.records import DATA, MAX_PACK, META, PackInfo
 from sojourn.repository.rewriting import Rewriter
-from sojourn.repository.sealed import SNAPSHOT
-from sojourn.repository.tombstones import NAMED, Tombstones, names, tombstone, write_tombstone
+from sojourn.repository.sealed import SNAPSHOT, TOMBSTONE
+from sojourn.repository.tombstones import (
+    NAMED,
+    REMOVING,
+    encode_tombstone,
+    read_tombstone,
+    tombstone,
+    write_tombstone,
+)
 from sojourn.repository.uploads import Upload
 from sojourn.store.envelopes import read_checked
 from sojourn.store.snapshots import KIND as STORED_SNAPSHOT
@@ -126,7 +140,56 @@ def repair(
         each.send_again(sources)
     for each in repairs.values():
         each.mark(repairs[shared])
+    broken = [name for name, each in repairs.items() if each.unreadable_tombstones]
+    if broken:
+        _replace_tombstones(repairs, broken, backend, shared)
     return report
+
+
+def _replace_tombstones(
+    repairs: Mapping[str, _DomainRepair], broken: list[str], backend: Backend, shared: str
+) -> None:
+    """Put another tombstone in the place of each that cannot be read, so that uploads and
+    collections can go on.
+
+    What the old one names may be being removed just now. It is none of what acknowledged snapshots
+    need (docs/formats/repository.md), so naming all else that there is names all of it. Where two
+    packs have the same needed chunk, either may be on its way out: the chunk is written anew.
+    """
+    lying = survey(backend)
+    domains = {name: each.domain for name, each in repairs.items()}
+    for domain in domains.values():
+        domain.index.refresh()
+    marks = mark(domains, shared)
+    for name in broken:
+        domain, here = domains[name], lying.get(name, Inventory())
+        place: dict[bytes, bytes] = {}
+        several: set[bytes] = set()
+        for info in domain.index.packs():
+            if info.id in here.packs:
+                for chunk in info.names():
+                    if chunk in marks[name].chunks and place.setdefault(chunk, info.id) != info.id:
+                        several.add(chunk)
+        written: set[bytes] = set()
+        for kind in (DATA, META):
+            rewriter = Rewriter(domain, kind)
+            chosen = [
+                chunk
+                for chunk in several
+                if (found := domain.index.pack(place[chunk])) is not None and found.kind == kind
+            ]
+            for chunk, data in Reader(domain).chunks(chosen, needed_by="a repair"):
+                rewriter.add(chunk, data)
+            written.update(info.id for info in rewriter.finish())
+        needed = {id for chunk, id in place.items() if chunk not in several} | written
+        roots = marks[name].root_names()
+        instead = tombstone(
+            REMOVING,
+            here.packs.keys() - needed,
+            [key for key in here.roots if root_name(key) not in roots],
+        )
+        for key in repairs[name].unreadable_tombstones:
+            domain.put_object(TOMBSTONE, key, encode_tombstone(instead))
 
 
 class _DomainRepair:
@@ -136,6 +199,8 @@ class _DomainRepair:
         self.report = report
         self.held: list[Snapshot] = []
         self.unreadable: list[str] = []
+        self.unreadable_tombstones: list[str] = []
+        self._named_roots: set[str] = set()
         self.layers: set[str] = set()
         self.images: dict[str, MemoryRef] = {}
         self.lost_layers: dict[str, Losses] = {}
@@ -148,7 +213,7 @@ class _DomainRepair:
         domain = self.domain
         faults: list[IntegrityError] = []
         domain.index.refresh(faults)
-        dead = names(Tombstones(domain).look())[1]
+        dead = self._look()
         indexed = {info.id: info for info in domain.index.packs() if info.id not in dead}
         good: dict[bytes, PackInfo] = {}
         have: set[bytes] = set()
@@ -173,6 +238,22 @@ class _DomainRepair:
         self.domain = domain.with_index(domain.new_index())
         self.domain.index.refresh()
         self.domain.index.exclude(dead.union(bad))
+        self.domain.avoid(self._named_roots)
+
+    def _look(self) -> set[bytes]:
+        """The packs that tombstones name. Of one that cannot be read nobody knows what it names."""
+        dead: set[bytes] = set()
+        for info in self.domain.ids(TOMBSTONES):
+            try:
+                found, _ = read_tombstone(self.domain, info.key)
+            except ObjectMissing:
+                continue
+            except IntegrityError:
+                self.unreadable_tombstones.append(info.key)
+                continue
+            dead.update(found.pack_ids())
+            self._named_roots.update(found.roots)
+        return dead
 
     def _save_from_dead(
         self, dead: set[bytes], bad: Mapping[bytes, _Bad], have: set[bytes]
@@ -332,7 +413,7 @@ class _DomainRepair:
 
     def mark(self, shared: _DomainRepair) -> None:
         """Mark the snapshots that lack something, and take away the marks of those that do not."""
-        marked = read_damages(self.domain)
+        marked = self.lying.damaged
         now = self.domain.backend.now()
         for snapshot in self.held:
             lost = [
