@@ -28,6 +28,7 @@ from sojourn.errors import SojournError
 from sojourn.node.isolation import processes
 
 UP = (sys.executable, "-m", "sojourn.cli.main", "up")
+RECOVER = (sys.executable, "-m", "sojourn.cli.main", "recover")
 
 COUNTER = b"""\
 import sqlite3, time
@@ -62,6 +63,7 @@ class Demo:
 
     def __init__(self, data: Path, say: Callable[[str], None]) -> None:
         self._data = data
+        self._objects = data.parent / "objects"
         self._say = say
         self._server: subprocess.Popen[str] | None = None
         self.checks = 0
@@ -72,7 +74,11 @@ class Demo:
         """Start (or start again) the server on the demo's directory."""
         with (self._data.parent / "server.log").open("ab") as log:
             self._server = subprocess.Popen(
-                [*UP, "--data", str(self._data), "--listen", "127.0.0.1:0"],
+                [
+                    *UP,
+                    *("--data", str(self._data), "--listen", "127.0.0.1:0"),
+                    *("--store", str(self._objects)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -154,6 +160,7 @@ class Demo:
         client = self._crash(session)
         session = client.sessions.get("demo")
         self._promote(client, session, [fork.id for fork in forks])
+        client = self._lose(session)
         self._end(client)
 
     def _work(self, session: Session) -> None:
@@ -285,6 +292,48 @@ class Demo:
         self.check("the session outlives its forks", bool(self.inspect(session)["linear"]))
         report = session.verify()
         self.check("all of the tree is sound", report.ok, f"{report.snapshots} snapshots")
+
+    def _lose(self, session: Session) -> Sojourn:
+        self._say("The machine's disk is lost")
+        before = self.inspect(session)
+        started = time.perf_counter()
+        session.suspend(wait="durable")
+        took = (time.perf_counter() - started) * 1000
+        self.check("suspended, and safe in the object store", True, f"{took:.0f} ms")
+        tree = [snapshot.id for snapshot in session.history()]
+        self.kill_server()
+        shutil.rmtree(self._data)
+        started = time.perf_counter()
+        done = subprocess.run(
+            [*RECOVER, "--store", str(self._objects), "--data", str(self._data)],
+            capture_output=True,
+            text=True,
+        )
+        took = (time.perf_counter() - started) * 1000
+        said = None if done.returncode == 0 else done.stderr
+        self.check("the database is made anew from the object store", not said, said)
+        client = self.start_server()
+        session = client.sessions.get("demo")
+        kept = {snapshot.id for snapshot in session.history()}
+        self.check(
+            "the session is back with its tree",
+            session.state == "suspended" and str(session.head) in kept & set(tree),
+            f"{len(kept)} snapshots",
+        )
+        started = time.perf_counter()
+        after = self.inspect(session)
+        took = (time.perf_counter() - started) * 1000
+        self.check(
+            "it resumes from the object store alone", bool(after["linear"]), f"{took:.0f} ms"
+        )
+        time.sleep(0.3)
+        after = self.inspect(session)
+        self.check(
+            "the counter goes on without a gap",
+            bool(after["linear"]) and _int(after["last"]) > _int(before["last"]),
+            f"{before['last']} -> {after['last']}",
+        )
+        return client
 
     def _end(self, client: Sojourn) -> None:
         self._say("Nothing stays behind")

@@ -309,7 +309,6 @@ class Replicator:
     async def _round(self) -> float:
         """All that is to be done now; answers after how many seconds there may be more."""
         self._sender.expect((await self.repository()).config.id)
-        await self._remove()
         due = await self._send()
         await self._record()
         await self._evict()
@@ -327,6 +326,8 @@ class Replicator:
         """Send what is due. Heads come first, and are looked for again after each snapshot."""
         database = self._database
         while not self._stopping:
+            # What was removed before a snapshot was taken is gone once that one is durable.
+            await self._remove()
             now = time.time()
             due = _LOOK_SECONDS
             chosen = None
@@ -377,6 +378,9 @@ class Replicator:
         except (StoreUnreachable, Interrupted):
             raise
         except (SojournError, OSError) as error:
+            if not await self._there(record.id):
+                self._done(record.id)
+                return
             # One bad snapshot must not hold up the others.
             pause = self._skip.get(record.id, (0.0, _RETRY_FIRST, ""))[1]
             self._skip[record.id] = (time.time() + pause, min(pause * 2, 600.0), str(error))
@@ -386,6 +390,13 @@ class Replicator:
         self._changed.add(record.session)
         self._source.note(record)
         self._done(record.id)
+
+    async def _there(self, snapshot: str) -> bool:
+        try:
+            await self._database.get_snapshot(None, snapshot, hidden=True)
+        except SnapshotNotFound:
+            return False
+        return True
 
     def _done(self, snapshot: str) -> None:
         self._hurry.discard(snapshot)
