@@ -91,6 +91,15 @@ class Actor:
         turn.set()
         self.settle()
 
+    def go_before(self, what: str) -> None:
+        """Let it go on until its next step is this one."""
+        while self.settle():
+            with self._changed:
+                if all(step.startswith(what) for step, _ in self._waiting.values()):
+                    return
+            self.go()
+        raise AssertionError(f"{self.name} never came to {what}")
+
     def start(self) -> None:
         self._thread.start()
         self.settle()
@@ -135,6 +144,7 @@ class Stepping:
 
 SMALL = {"a": b"a" * 300, "b": b"b" * 300}
 OTHER = {"a": b"a" * 300, "c": b"c" * 300}
+LARGER = {**SMALL, "new": b"new"}
 
 
 class Ground:
@@ -147,6 +157,7 @@ class Ground:
         self.kept = self.node.publish(OTHER)
         self.node.delete(self.wanted)
         self.again = [self.node.snapshot(SMALL) for _ in range(3)]
+        self.larger = [self.node.snapshot(LARGER) for _ in range(3)]
 
 
 class Case:
@@ -160,13 +171,15 @@ class Case:
         self.look = look
         self.acknowledged: list[Snapshot] = []
         self._again = iter(ground.again)
+        self._larger = iter(ground.larger)
 
     def node(self, backend: Backend) -> Node:
         return self.first.fresh(backend)
 
-    def publisher(self, name: str = "publisher") -> Actor:
-        """Makes the deleted snapshot durable again, under another id."""
-        snapshot = next(self._again)
+    def publisher(self, name: str = "publisher", *, larger: bool = False) -> Actor:
+        """Makes the deleted snapshot durable again, under another id; or one of a layer that was
+        never there and has its files and more."""
+        snapshot = next(self._larger if larger else self._again)
 
         def work(backend: Backend) -> None:
             node = self.node(backend)
@@ -316,6 +329,37 @@ def test_without_the_look_after_the_snapshot_chunks_are_lost(make, steps):
         play(actors, iter(turns))
         lost += bool(case.flaws())
     assert lost > 0
+
+
+@pytest.mark.parametrize("trusting", [False, True])
+def test_a_layer_whose_writer_has_not_looked_yet_is_not_taken_at_its_word(
+    make, steps, monkeypatch, trusting
+):
+    # One publisher finds files in the dead pack; a collection names the pack; only then the layer
+    # is written, by a publisher that ends there. Another one finds the layer. No tombstone has it.
+    if trusting:
+        monkeypatch.setattr(Watch, "_safe", lambda *_: True)
+    lost = 0
+    for begun in range(steps[1] + 1):
+        case, _ = make()
+        writer = case.publisher("writer", larger=True)
+        collector = case.collector()
+        finder = case.publisher("finder", larger=True)
+        writer.start()
+        writer.go_before(f"put {TENANT}/layers/")
+        collector.start()
+        for _ in range(begun):
+            if not collector.done:
+                collector.go()
+        writer.go()
+        writer.kill()
+        finder.start()
+        finder.finish()
+        collector.finish()
+        assert finder.error is None
+        assert len(case.acknowledged) == 1
+        lost += bool(case.flaws())
+    assert (lost > 0) == trusting
 
 
 @pytest.mark.skipif(not SOAK, reason="some minutes")
