@@ -33,6 +33,10 @@ def encode_json(value: Any) -> str:
     return msgspec.json.encode(value, order="deterministic").decode()
 
 
+decode_names = msgspec.json.Decoder(list[str]).decode
+"""The list that a column of names holds."""
+
+
 def _inner(hint: Any) -> tuple[Any, bool]:
     """The type without None, and whether None is allowed."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):

@@ -34,11 +34,12 @@ from sojourn.database.rows import (
     OPERATIONS,
     SESSIONS,
     SNAPSHOTS,
+    decode_names,
     encode_json,
     parents_first,
 )
 from sojourn.database.sqlite.accounts import Accounts
-from sojourn.database.sqlite.apply import QUERIES, apply, run
+from sojourn.database.sqlite.apply import QUERIES, apply
 from sojourn.database.sqlite.begin import Beginning, begin
 from sojourn.database.sqlite.durability import DurabilityRows
 from sojourn.database.sqlite.failures import closed, translate
@@ -229,13 +230,14 @@ class SqliteDatabase(Accounts, DurabilityRows):
 
     async def references(self) -> References:
         def work(connection: sqlite3.Connection) -> References:
-            # One transaction, so that both lists are of one instant.
-            connection.execute("BEGIN")
-            try:
-                layers = {row[0] for row in run(connection, "layer_references")}
-                return References(layers, {row[0] for row in run(connection, "image_references")})
-            finally:
-                connection.execute("COMMIT")
+            layers: set[str] = set()
+            images: set[str] = set()
+            # One statement, so that both are of one instant.
+            for text, image in connection.execute(QUERIES["references"]):
+                layers.update(decode_names(text))
+                if image is not None:
+                    images.add(image)
+            return References(layers, images)
 
         return await self._reader.call(work)
 

@@ -19,8 +19,8 @@ from sojourn.database.records import (
     Removal,
     SnapshotRecord,
 )
-from sojourn.database.rows import REMOVALS, SNAPSHOTS, encode_json, parents_first
-from sojourn.database.sqlite.apply import run
+from sojourn.database.rows import REMOVALS, SNAPSHOTS, decode_names, encode_json, parents_first
+from sojourn.database.sqlite.apply import QUERIES, run
 from sojourn.database.sqlite.reader import Reader
 from sojourn.database.sqlite.writer import Writer
 from sojourn.errors import SessionNotFound
@@ -92,21 +92,16 @@ class DurabilityRows:
 
     async def durable_objects(self) -> DurableObjects:
         def work(connection: sqlite3.Connection) -> DurableObjects:
-            connection.execute("BEGIN")
-            try:
-                layers = run(connection, "durable_layers")
-                images = run(connection, "durable_images")
-            finally:
-                connection.execute("COMMIT")
-            found = DurableObjects({}, {}, set())
-            for layer, tenant, lowest in layers:
-                if lowest:
-                    found.templates.add(layer)
-                else:
-                    found.layers.setdefault(layer, set()).add(tenant)
-            for image, tenant in images:
-                found.images.setdefault(image, set()).add(tenant)
-            return found
+            templates: set[str] = set()
+            layers: dict[str, set[str]] = {}  # by tenant: most layers are named by many rows
+            images: dict[str, set[str]] = {}
+            for text, image, tenant in connection.execute(QUERIES["durable_objects"]):
+                names = decode_names(text)
+                templates.update(names[:1])
+                layers.setdefault(tenant, set()).update(names[1:])
+                if image is not None:
+                    images.setdefault(tenant, set()).add(image)
+            return DurableObjects(_by_name(layers), _by_name(images), templates)
 
         return await self._reader.call(work)
 
@@ -129,8 +124,17 @@ class DurabilityRows:
                 head=head,
                 head_durable=bool(head_durable),
                 waiting=waiting,
-                oldest_waiting=oldest,
+                oldest_waiting=min((at for at in oldest if at is not None), default=None),
                 durable_head_at=durable_head_at,
             )
-            for session, head, head_durable, waiting, oldest, durable_head_at in rows
+            for session, head, head_durable, waiting, *oldest, durable_head_at in rows
         ]
+
+
+def _by_name(held: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Turn tenants' names round: by name, the tenants that have it."""
+    found: dict[str, set[str]] = {}
+    for tenant, names in held.items():
+        for name in names:
+            found.setdefault(name, set()).add(tenant)
+    return found

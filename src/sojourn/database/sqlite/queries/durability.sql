@@ -1,3 +1,5 @@
+
+
 -- name: undurable_heads
 SELECT {snapshot} FROM snapshots
 WHERE durable_at IS NULL
@@ -22,13 +24,8 @@ SELECT id, kind, tenant, object FROM store_removals ORDER BY id LIMIT :limit;
 -- name: forget_removals
 DELETE FROM store_removals WHERE id IN (SELECT value FROM json_each(:ids));
 
--- name: durable_layers
-SELECT DISTINCT layer.value, tenant, layer.key = 0
-FROM snapshots, json_each(snapshots.layers) AS layer
-WHERE durable_at IS NOT NULL;
-
--- name: durable_images
-SELECT DISTINCT image, tenant FROM snapshots WHERE durable_at IS NOT NULL AND image IS NOT NULL;
+-- name: durable_objects
+SELECT layers, image, tenant FROM snapshots WHERE durable_at IS NOT NULL;
 
 -- name: record_digest
 SELECT digest FROM store_records WHERE session = :session;
@@ -41,23 +38,25 @@ RETURNING session;
 
 -- name: durability
 -- A session's own visible snapshots are needed, and its head, which may be hidden or another's.
-SELECT sessions.id, sessions.head,
-    (SELECT durable_at IS NOT NULL FROM snapshots WHERE id = sessions.head),
-    count(waiting.id), min(waiting.created_at),
+SELECT sessions.id, sessions.head, head.durable_at IS NOT NULL,
+    (SELECT count(*) FROM snapshots
+        WHERE session = sessions.id AND durable_at IS NULL AND NOT hidden)
+        + (head.id IS NOT NULL AND head.durable_at IS NULL
+            AND (head.hidden OR head.session <> sessions.id)),
+    (SELECT min(created_at) FROM snapshots
+        WHERE session = sessions.id AND durable_at IS NULL AND NOT hidden),
+    iif(head.durable_at IS NULL, head.created_at, NULL),
     (WITH RECURSIVE line (id, parent, created_at, durable_at) AS (
-        SELECT id, parent, created_at, durable_at FROM snapshots WHERE id = sessions.head
+        SELECT head.id, head.parent, head.created_at, head.durable_at
         UNION ALL
         SELECT before.id, before.parent, before.created_at, before.durable_at
         FROM line JOIN snapshots AS before ON before.id = line.parent
         WHERE line.durable_at IS NULL)
     SELECT created_at FROM line WHERE durable_at IS NOT NULL)
-FROM sessions
-LEFT JOIN snapshots AS waiting ON waiting.durable_at IS NULL AND (
-    waiting.id = sessions.head OR (waiting.session = sessions.id AND NOT waiting.hidden))
+FROM sessions LEFT JOIN snapshots AS head ON head.id = sessions.head
 WHERE sessions.state <> 'deleted' AND (:tenant IS NULL OR sessions.tenant = :tenant)
-    AND (sessions.head IS NOT NULL OR EXISTS (
+    AND (head.id IS NOT NULL OR EXISTS (
         SELECT 1 FROM snapshots WHERE session = sessions.id AND NOT hidden))
-GROUP BY sessions.id
 ORDER BY sessions.created_at, sessions.id;
 
 -- name: forget_durable

@@ -32,10 +32,14 @@ DELETE FROM snapshots WHERE id = :id;
 -- name: removable_snapshots
 -- The last condition keeps the newest durable one before a head that is not durable yet: without
 -- it the object store would have nothing of the session in between.
+WITH candidates (id) AS (
+    SELECT id FROM snapshots WHERE hidden
+    UNION
+    SELECT snapshots.id FROM sessions JOIN snapshots ON snapshots.session = sessions.id
+    WHERE sessions.state = 'deleted'
+        AND NOT EXISTS (SELECT 1 FROM snapshots AS child WHERE child.parent = snapshots.id))
 SELECT {snapshot} FROM snapshots
-WHERE (hidden
-        OR session IN (SELECT id FROM sessions WHERE state = 'deleted')
-            AND NOT EXISTS (SELECT 1 FROM snapshots AS child WHERE child.parent = snapshots.id))
+WHERE id IN (SELECT id FROM candidates)
     AND NOT EXISTS (
         SELECT 1 FROM sessions WHERE sessions.head = snapshots.id AND sessions.state <> 'deleted')
     AND (durable_at IS NULL OR NOT EXISTS (
@@ -56,8 +60,6 @@ WHERE session = :session AND EXISTS (
     WHERE (sessions.head = snapshots.id OR sessions.forked_from = snapshots.id)
         AND sessions.state <> 'deleted');
 
--- name: layer_references
-SELECT DISTINCT layer.value FROM snapshots, json_each(snapshots.layers) AS layer;
-
--- name: image_references
-SELECT DISTINCT image FROM snapshots WHERE image IS NOT NULL;
+-- name: references
+-- The lists of layers are taken apart by the caller, which is several times faster.
+SELECT layers, image FROM snapshots;
