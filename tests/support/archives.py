@@ -10,13 +10,28 @@ from typing import IO
 import msgspec
 from blake3 import blake3
 
-from sojourn.model import Limits, Policy, Session, SessionState
-from sojourn.model.snapshots import Snapshot
+from sojourn.model import Limits, Policy, Session, SessionState, new_id
+from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotKind
+from sojourn.repository import config
+from sojourn.repository.archive_checks import DOMAIN
 from sojourn.repository.archives import Archive, Written, open_archive, write_archive
-from sojourn.repository.backends.archive_file import HEADER, TRAILER, ArchiveReader
+from sojourn.repository.backends.archive_file import (
+    HEADER,
+    TRAILER,
+    ArchiveReader,
+    ArchiveWriter,
+)
+from sojourn.repository.domains import Domain
+from sojourn.repository.layers import segments_of
+from sojourn.repository.layers_out import publish_layer
+from sojourn.repository.packs import CHUNK_DATA, CHUNK_SEGMENT
+from sojourn.repository.repository import SHARED, Repository
+from sojourn.repository.sealed import SNAPSHOT
 from sojourn.repository.session_records import SessionRecord, SnapshotNote
-from sojourn.store.manifests import Manifest
-from support.repositories import Node
+from sojourn.repository.uploads import Upload
+from sojourn.store.fingerprints import fingerprint
+from sojourn.store.manifests import Entry, Manifest
+from support.repositories import CONFIG, Node
 
 
 class Trees:
@@ -35,7 +50,7 @@ class Trees:
         return self._node.images[image][1]
 
 
-def session_of(head: str, **changes: object) -> Session:
+def session_of(head: object, **changes: object) -> Session:
     made = Session(
         id="ses_" + "1" * 24,
         tenant="ten_1",
@@ -128,3 +143,89 @@ def changed(data: bytes, change: Callable[[str, bytes], bytes | None]) -> bytes:
                 yield key, new
 
     return joined(list(parts()))
+
+
+def entry(path: bytes, kind: str = "f", **facts: object) -> Entry:
+    """An entry of a manifest; a file's digest and size follow from `content`."""
+    content = facts.pop("content", b"")
+    assert isinstance(content, bytes)
+    values: dict[str, object] = {
+        "path": path,
+        "type": kind,
+        "mode": 0o755,
+        "uid": 0,
+        "gid": 0,
+        "size": len(content) if kind == "f" else 0,
+        "mtime_s": 0,
+        "mtime_ns": 0,
+        "digest": blake3(content).digest() if kind == "f" else b"",
+        "target": b"",
+        "major": 0,
+        "minor": 0,
+        "link": None,
+        "xattrs": (),
+    }
+    return Entry(**(values | facts))
+
+
+class Forger:
+    """Writes an archive as the writer does, of things that were never there. What is set before
+    `finish` replaces what an honest archive of one snapshot would hold."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this
+        self.backend = ArchiveWriter(self._file.fileno())
+        self.repository = Repository(self.backend, *config.create(self.backend, None))
+        self.domain = self.repository.domain(DOMAIN)
+        self.template = self.layer([entry(b"", "d")], domain=self.repository.domain(SHARED))
+
+    def chunk(self, data: bytes, kind: int = CHUNK_DATA, content: bytes | None = None) -> None:
+        with Upload(self.domain) as up:
+            up.add(kind, content or blake3(data).digest(), data)
+
+    def layer(
+        self,
+        entries: Sequence[Entry],
+        contents: Sequence[bytes] = (),
+        domain: Domain | None = None,
+    ) -> LayerRef:
+        domain = domain or self.domain
+        manifest = Manifest(list(entries))
+        with Upload(domain) as up:
+            for content in contents:
+                up.add(CHUNK_DATA, blake3(content).digest(), content)
+            for content, data in segments_of(manifest):
+                up.add(CHUNK_SEGMENT, content, data)
+        publish_layer(domain, manifest)
+        return manifest.ref
+
+    def snapshot(self, *layers: LayerRef, memory: MemoryRef | None = None, **more: object) -> str:
+        refs = [self.template, *layers]
+        made = Snapshot(
+            id=new_id("snp"),
+            session="ses_1",
+            parent=None,
+            kind=SnapshotKind.EXPLICIT,
+            label=None,
+            created_at=0.0,
+            layers=refs,
+            memory=memory,
+            config=CONFIG,
+            fingerprint=fingerprint(refs, memory, CONFIG),
+        )
+        made = msgspec.structs.replace(made, **more)
+        payload = msgspec.msgpack.encode(made)
+        self.domain.put_object(SNAPSHOT, self.domain.snapshot_key(made.id), payload)
+        return made.id
+
+    def finish(self, *snapshots: str, **session: object) -> bytes:
+        record = SessionRecord(
+            session=session_of(**({"head": snapshots[-1], "tenant": DOMAIN} | session)),
+            snapshots=[SnapshotNote(one) for one in snapshots],
+            written_at=0.0,
+            owner="",
+        )
+        self.repository.put_session(record)
+        self.backend.finish()
+        self._file.seek(0)
+        return self._file.read()

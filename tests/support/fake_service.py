@@ -7,6 +7,7 @@ unless `slow` seconds are set; `fail_next` makes the next call of a method raise
 from __future__ import annotations
 
 import asyncio
+import base64
 import builtins
 import time
 from collections import defaultdict
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
 from sojourn.errors import (
+    ArchiveInvalid,
     Conflict,
     Forbidden,
     IdempotencyMismatch,
@@ -26,6 +29,7 @@ from sojourn.errors import (
     SessionNotFound,
     SnapshotNotFound,
     SojournError,
+    StoreKeyInvalid,
     Unauthenticated,
     UnknownTemplate,
     to_body,
@@ -33,6 +37,7 @@ from sojourn.errors import (
 from sojourn.model import Limits, Policy, new_id
 from sojourn.server.base import Principal
 from sojourn.wire.api import (
+    ArchiveInfo,
     CodeRequest,
     CreateSession,
     DiffInfo,
@@ -83,6 +88,34 @@ class FakeAccess:
         self._service.event(self._kept, self._what)
 
 
+class FakeArchive:
+    """An archive of a fake session."""
+
+    def __init__(self, session: str, content: bytes) -> None:
+        digest = blake3(content).digest()
+        self._data = content + digest
+        self.info = ArchiveInfo(
+            digest=digest.hex(),
+            bytes=len(self._data),
+            session=session,
+            snapshot="snp_1",
+            fingerprint="f",
+            snapshots=1,
+            encrypted=False,
+        )
+        self.closed = False
+        self.cut = False
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        for at in range(0, len(self._data), 1 << 20):
+            if self.cut and at:
+                raise SojournError("broken")
+            yield self._data[at : at + (1 << 20)]
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class FakeService:
     """See the module."""
 
@@ -99,6 +132,7 @@ class FakeService:
         self._failures: dict[str, BaseException] = {}
         self._changed = asyncio.Event()
         self.calls: dict[str, int] = defaultdict(int)
+        self.archives: builtins.list[FakeArchive] = []
         self.slow = 0.0
         self.stopped = False
 
@@ -464,6 +498,39 @@ class FakeService:
             stdin="null" if request.stdin is None else "inline",
             input=request.stdin or b"",
         )
+
+    async def export(
+        self, who: Principal, ref: str, snapshot: str | None, secret: bytes | None
+    ) -> FakeArchive:
+        self.check("export")
+        kept = self._find(who, ref)
+        if snapshot is not None:
+            self._snapshot_of(kept, snapshot)
+        content = msgspec.json.encode({"name": kept.info.name, "secret": secret})
+        archive = FakeArchive(kept.info.id, content + bytes(3 << 20))
+        self.archives.append(archive)
+        return archive
+
+    async def import_(
+        self,
+        who: Principal,
+        chunks: AsyncIterator[bytes],
+        *,
+        name: str | None,
+        expect: str | None,
+        secret: bytes | None,
+    ) -> SessionInfo:
+        data = b"".join([chunk async for chunk in chunks])
+        self.check("import")
+        if expect is not None and expect != data[-32:].hex():
+            raise ArchiveInvalid("another archive")
+        try:
+            told = msgspec.json.decode(data[: data.index(b"\0")])
+        except (ValueError, msgspec.DecodeError):
+            raise ArchiveInvalid("no archive") from None
+        if told["secret"] != (None if secret is None else base64.b64encode(secret).decode()):
+            raise StoreKeyInvalid("another key")
+        return self._make(who, name or told["name"], state="suspended").info
 
     async def exec(self, who: Principal, ref: str, request: ExecRequest) -> ExecResult:
         self.check("exec")

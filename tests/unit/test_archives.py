@@ -8,11 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sojourn.errors import ArchiveInvalid, Conflict, InvalidRequest, StoreKeyInvalid
 from sojourn.model.snapshots import Snapshot
-from sojourn.repository.archives import write_archive
-from sojourn.repository.repository import SHARED
-from support.archives import Trees, changed, data_of, joined, objects, opened, record_of
+from support.archives import data_of, opened
 from support.repositories import Node, node
 
 SECRET = b"a secret of sixteen bytes"

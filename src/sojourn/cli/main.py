@@ -32,6 +32,8 @@ COMMANDS: dict[str, str] = {
     "token": "sojourn.cli.service:token",
     "store": "sojourn.cli.store:store",
     "recover": "sojourn.cli.recover:command",
+    "export": "sojourn.cli.archives:export",
+    "import": "sojourn.cli.archives:import_",
 }
 """Every subcommand: its name, and `module:attribute` of its click command."""
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from sojourn.client import core, core_sessions
 from sojourn.client.async_session import AsyncSession
-from sojourn.client.async_transport import AsyncTransport
+from sojourn.client.async_transport import AsyncTransport, content_of
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.listings import Listing
 from sojourn.wire.api import HealthInfo, OperationInfo, StatusInfo, TemplateInfo, TokenInfo
@@ -117,6 +118,29 @@ class AsyncSessions:
         """A session by id or name. Raises SessionNotFound."""
         info = await self._transport.run(core_sessions.get_session(id_or_name))
         return AsyncSession(self._transport, info)
+
+    async def import_(
+        self,
+        source: Any,
+        name: str | None = None,
+        expect: str | None = None,
+        key: bytes | str | None = None,
+        *,
+        on_progress: Callable[[int, int | None], object] | None = None,
+    ) -> AsyncSession:
+        """Make a session of an archive (a path, an open binary file, bytes or an iterable of
+        them); it is suspended at the archive's head, and its ids are new. `name` stands in for
+        the archive's own. `expect` is the digest that the export told: nothing else is taken.
+
+        Raises ArchiveInvalid, NameTaken, StoreKeyInvalid (the key), StorageFull."""
+        from sojourn.client import core_archives  # only where it is needed
+
+        with core_archives.Sending(source, on_progress) as sending:
+            content = content_of(sending.source)
+            if not isinstance(content, bytes):
+                content = sending.atold(content)
+            plan = core_archives.import_archive(content, name, expect, key)
+            return AsyncSession(self._transport, await self._transport.run(plan))
 
     def list(
         self,

@@ -94,12 +94,17 @@ class AsyncTransport:
             await asyncio.sleep(core.RETRY_DELAYS[min(attempt, len(core.RETRY_DELAYS) - 1)])
             attempt += 1
 
-    async def content(self, request: core.Request) -> AsyncIterator[bytes]:
-        """The bytes of one answer as they come."""
+    async def content(
+        self, request: core.Request, headers: dict[str, str] | None = None
+    ) -> AsyncIterator[bytes]:
+        """The bytes of one answer as they come; its headers are put into `headers` before."""
         response = await self._open(request, 0)
         try:
             if response.status >= 400:
                 raise core.error_of(response.status, await response.aread())
+            if headers is not None:
+                for name, value in response.headers:
+                    headers[name.decode("latin-1").lower()] = value.decode("latin-1")
             try:
                 async for chunk in response.aiter_stream():
                     yield chunk

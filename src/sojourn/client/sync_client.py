@@ -6,12 +6,13 @@ Guarantee: safe to share between threads; every failure is a SojournError with a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from sojourn.client import core, core_sessions
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.sync_session import Session
-from sojourn.client.transport import Transport
+from sojourn.client.transport import Transport, content_of
 from sojourn.wire.api import HealthInfo, OperationInfo, StatusInfo, TemplateInfo, TokenInfo
 
 
@@ -113,6 +114,29 @@ class Sessions:
         """A session by id or name. Raises SessionNotFound."""
         info = self._transport.run(core_sessions.get_session(id_or_name))
         return Session(self._transport, info)
+
+    def import_(
+        self,
+        source: Any,
+        name: str | None = None,
+        expect: str | None = None,
+        key: bytes | str | None = None,
+        *,
+        on_progress: Callable[[int, int | None], object] | None = None,
+    ) -> Session:
+        """Make a session of an archive (a path, an open binary file, bytes or an iterable of
+        them); it is suspended at the archive's head, and its ids are new. `name` stands in for
+        the archive's own. `expect` is the digest that the export told: nothing else is taken.
+
+        Raises ArchiveInvalid, NameTaken, StoreKeyInvalid (the key), StorageFull."""
+        from sojourn.client import core_archives  # only where it is needed
+
+        with core_archives.Sending(source, on_progress) as sending:
+            content = content_of(sending.source)
+            if not isinstance(content, bytes):
+                content = sending.told(content)
+            plan = core_archives.import_archive(content, name, expect, key)
+            return Session(self._transport, self._transport.run(plan))
 
     def list(
         self,

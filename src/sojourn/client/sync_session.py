@@ -17,6 +17,7 @@ from sojourn.client.sync_process import Process
 from sojourn.client.transport import Transport, content_of
 from sojourn.errors import SojournError
 from sojourn.wire.api import (
+    ArchiveInfo,
     DiffInfo,
     DurabilityInfo,
     EventInfo,
@@ -341,6 +342,33 @@ class Session:
             yield turn
         finally:
             turn.snapshot = self._transport.run(core_sessions.end_turn(self.id, name))
+
+    # -- archives
+
+    def export(
+        self,
+        target: Any,
+        snapshot: str | SnapshotInfo | None = None,
+        key: bytes | str | None = None,
+        *,
+        on_progress: Callable[[int, int | None], object] | None = None,
+    ) -> ArchiveInfo:
+        """Write it to an archive: the whole history, or one snapshot. Of a session that runs the
+        present state is taken first. `target` is a path, which is replaced whole or not at all,
+        or an open binary file. With `key` (16 bytes or more) the archive is encrypted. The
+        `digest` that is given tells this archive from any other.
+
+        Raises SnapshotNotFound, CaptureRefused, IntegrityError, StorageFull, FileConflict."""
+        from sojourn.client import core_archives  # only where it is needed
+
+        name = None if snapshot is None else core_sessions.snapshot_name(snapshot)
+        request = core_archives.export_request(self.id, name, key)
+        headers: dict[str, str] = {}
+        with core_archives.Receiving(target, on_progress) as receiving:
+            for piece in self._transport.content(request, headers):
+                receiving.begin(headers)
+                receiving.feed(piece)
+            return receiving.finish()
 
     # -- verbs
 

@@ -95,12 +95,17 @@ class Transport:
             time.sleep(core.RETRY_DELAYS[min(attempt, len(core.RETRY_DELAYS) - 1)])
             attempt += 1
 
-    def content(self, request: core.Request) -> Iterator[bytes]:
-        """The bytes of one answer as they come."""
+    def content(
+        self, request: core.Request, headers: dict[str, str] | None = None
+    ) -> Iterator[bytes]:
+        """The bytes of one answer as they come; its headers are put into `headers` before."""
         response = self._open(request, 0)
         try:
             if response.status >= 400:
                 raise core.error_of(response.status, response.read())
+            if headers is not None:
+                for name, value in response.headers:
+                    headers[name.decode("latin-1").lower()] = value.decode("latin-1")
             try:
                 yield from response.iter_stream()
             except FAILURES as error:

@@ -8,8 +8,10 @@ itself it is made of: a small file cannot ask for much memory or time.
 
 What is refused as too much although it could be meant honestly: a layer whose manifest has more
 than `MANIFEST_BYTES`, more than `MAX_SNAPSHOTS` snapshots, files and images of more than
-`MAX_CONTENT` with their holes, and metadata that shrank to less than one part in `RATIO`. Memory: some 120 bytes for each chunk, and one layer's manifest or one image's
-map (600 bytes an entry) at a time, and two packs (of at most 128 MiB each).
+`MAX_CONTENT` with their holes, and metadata that shrank to less than one part in `RATIO`.
+
+Memory: some 120 bytes for each chunk, one layer's manifest (600 bytes an entry) or one image's map
+at a time, and two packs (of at most 128 MiB each).
 """
 
 from __future__ import annotations
@@ -120,8 +122,8 @@ class _Check:
     # -- what is there --------------------------------------------------------------------------
     def _check_keys(self) -> None:
         wrapped = [key for key in self._keys if key.startswith(KEYS)]
-        if len(wrapped) > 1:
-            raise ArchiveInvalid("The archive holds several keys.")
+        if len(wrapped) != self._repository.config.encrypted:
+            raise ArchiveInvalid(f"The archive holds {len(wrapped)} wrapped keys.")
         self._expected.update(wrapped)
 
     def _check_declared(self) -> None:
@@ -188,7 +190,7 @@ class _Check:
                 raise ArchiveInvalid(f"{id} is no id of a snapshot.")
             self._expected.add(repository.domain(DOMAIN).snapshot_key(id))
             found[id] = self._read_snapshot(id)
-        return record, _in_order(found)
+        return record, in_order(found)
 
     def _read_snapshot(self, id: str) -> Snapshot:
         snapshot = self._repository.read_snapshot(DOMAIN, id)
@@ -373,7 +375,7 @@ def _bounded(
         raise
 
 
-def _in_order(found: dict[str, Snapshot]) -> list[Snapshot]:
+def in_order(found: dict[str, Snapshot]) -> list[Snapshot]:
     """Parents before children, else by age. Raises ArchiveInvalid where they go round."""
     children: dict[str | None, list[Snapshot]] = {}
     for one in sorted(found.values(), key=lambda one: (one.created_at, one.id)):

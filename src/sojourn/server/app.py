@@ -33,6 +33,7 @@ from sojourn.server.base import SessionService
 from sojourn.server.endpoints import Endpoint, build
 from sojourn.server.openapi import openapi_handler
 from sojourn.server.routes import (
+    archives,
     commands,
     events,
     files,
@@ -60,6 +61,7 @@ def all_endpoints() -> list[Endpoint]:
         *service_routes.ENDPOINTS,
         *sessions.ENDPOINTS,
         *snapshots.ENDPOINTS,
+        *archives.ENDPOINTS,
         *operations.ENDPOINTS,
         *events.ENDPOINTS,
         *commands.ENDPOINTS,

@@ -16,6 +16,7 @@ import msgspec
 
 from sojourn.node.guest import Guest
 from sojourn.wire.api import (
+    ArchiveInfo,
     CodeRequest,
     CreateSession,
     DiffInfo,
@@ -59,6 +60,18 @@ class FileAccess(Protocol):
     async def __aenter__(self) -> Guest: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
+
+
+class ExportedArchive(Protocol):
+    """A finished archive, until it is closed."""
+
+    info: ArchiveInfo
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """Its bytes."""
+
+    def close(self) -> None:
+        """Give its room back. Idempotent."""
 
 
 class SessionService(Protocol):
@@ -129,6 +142,24 @@ class SessionService(Protocol):
     def follow_events(
         self, who: Principal, ref: str, *, after: int
     ) -> AsyncIterator[EventInfo]: ...
+
+    # -- archives
+    async def export(
+        self, who: Principal, ref: str, snapshot: str | None, secret: bytes | None
+    ) -> ExportedArchive:
+        """One snapshot, or the whole tree (the present state of a live session is taken first)."""
+
+    async def import_(
+        self,
+        who: Principal,
+        chunks: AsyncIterator[bytes],
+        *,
+        name: str | None,
+        expect: str | None,
+        secret: bytes | None,
+    ) -> SessionInfo:
+        """A new, suspended session. Raises ArchiveInvalid, NameTaken, StoreKeyInvalid,
+        StorageFull; nothing is kept then."""
 
     # -- commands; a paused or suspended session is resumed first
     async def exec(self, who: Principal, ref: str, request: ExecRequest) -> ExecResult: ...

@@ -106,6 +106,13 @@ def check_map(field: str, values: dict[str, str], *, env: bool) -> dict[str, str
     return values
 
 
+def check_label(label: str | None) -> str | None:
+    """Raises InvalidRequest for a label nobody could find a snapshot by."""
+    if label is not None and not 1 <= len(label) <= 200:
+        raise InvalidRequest("label must be 1 to 200 characters", field="label")
+    return label
+
+
 def check_place(cwd: str | None, user: str | None) -> None:
     """Raises InvalidRequest for a directory or a user that no command could be started with."""
     if cwd is not None and (not cwd.startswith("/") or "\0" in cwd or len(cwd) > 4096):

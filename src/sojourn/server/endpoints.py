@@ -113,7 +113,8 @@ class Call:
 
 class Endpoint(msgspec.Struct, frozen=True):
     """A method and path of the API. `body` is the schema of a JSON body, or a media type for a
-    streamed one; `answers` maps status to schema (None: no body; a str: a media type)."""
+    streamed one; `answers` maps status to schema (None: no body; a str: a media type). `headers`
+    says what optional headers of its own are about."""
 
     method: str
     path: str
@@ -124,6 +125,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     errors: tuple[type[SojournError], ...] = ()
     example: Any = None
     key: bool = False
+    headers: dict[str, str] = {}
     public: bool = False
     handler: Any = None
 

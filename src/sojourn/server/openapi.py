@@ -113,6 +113,16 @@ def _operation(declared: Endpoint, schemas: dict[int, dict[str, Any]]) -> dict[s
                 "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY},
             }
         )
+    for name, about in declared.headers.items():
+        parameters.append(
+            {
+                "name": name,
+                "in": "header",
+                "required": False,
+                "description": about,
+                "schema": {"type": "string"},
+            }
+        )
     answers: dict[str, Any] = {}
     for status, value in declared.answers.items():
         answer: dict[str, Any] = {"description": "Still under way" if status == 202 else "Done"}

@@ -18,7 +18,14 @@ from sojourn.errors import Conflict, InvalidRequest, NameTaken, SessionNotFound,
 from sojourn.lifecycle import first_deadlines
 from sojourn.model import Limits, Policy, Session, SessionState, new_id
 from sojourn.server.base import Principal
-from sojourn.server.checks import check_limits, check_map, check_name, check_place, check_policy
+from sojourn.server.checks import (
+    check_label,
+    check_limits,
+    check_map,
+    check_name,
+    check_place,
+    check_policy,
+)
 from sojourn.server.context import Context
 from sojourn.server.operations import Operations
 from sojourn.server.registry import ActiveSession
@@ -126,8 +133,7 @@ class Requests:
         self, who: Principal, ref: str, request: SnapshotRequest, key: str | None
     ) -> OperationInfo:
         """Take a snapshot now."""
-        if request.label is not None and not 1 <= len(request.label) <= 200:
-            raise InvalidRequest("label must be 1 to 200 characters", field="label")
+        check_label(request.label)
         return await self._verb(
             who, ref, "snapshot", {"label": request.label, "memory": request.memory}, key
         )

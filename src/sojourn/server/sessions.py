@@ -47,8 +47,10 @@ from sojourn.server.checks import (
 )
 from sojourn.server.commands import Commands
 from sojourn.server.context import Context
+from sojourn.server.exports import Export, Exports
 from sojourn.server.files import FileTurn
 from sojourn.server.history import History
+from sojourn.server.imports import Imports
 from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
 from sojourn.server.quotas import Quotas, allocated_bytes
@@ -122,6 +124,8 @@ class Sessions:
         self._requests = Requests(context, self._operations, self._snapshots, self._turns)
         self._commands = Commands(self._turns)
         self._history = History(context, self._snapshots, self._turns)
+        self._exports = Exports(context, self._snapshots, self._turns, self._requests)
+        self._imports = Imports(context, self._snapshots)
         self._timers = Timers(
             context, self._operations, self._placements, self._snapshots, Quotas(context)
         )
@@ -365,6 +369,26 @@ class Sessions:
     def follow_events(self, who: Principal, ref: str, *, after: int) -> AsyncIterator[EventInfo]:
         """The event log as it grows."""
         return self._history.follow(who, ref, after=after)
+
+    # -- archives ---------------------------------------------------------------------------
+
+    async def export(
+        self, who: Principal, ref: str, snapshot: str | None, secret: bytes | None
+    ) -> Export:
+        """An archive of a session or snapshot."""
+        return await self._exports.export(who, ref, snapshot, secret)
+
+    async def import_(
+        self,
+        who: Principal,
+        chunks: AsyncIterator[bytes],
+        *,
+        name: str | None,
+        expect: str | None,
+        secret: bytes | None,
+    ) -> SessionInfo:
+        """A session from an archive."""
+        return await self._imports.import_(who, chunks, name=name, expect=expect, secret=secret)
 
     # -- commands ---------------------------------------------------------------------------
 

@@ -370,6 +370,25 @@ class TemplateInfo(msgspec.Struct, frozen=True):
     created_at: float
 
 
+ARCHIVE_TYPE = "application/vnd.sojourn.archive"
+ARCHIVE_HEADER = "Sojourn-Archive"
+"""In the answer to an export: an ArchiveInfo as JSON."""
+ARCHIVE_KEY_HEADER = "Sojourn-Archive-Key"
+
+
+class ArchiveInfo(msgspec.Struct, frozen=True):
+    """An exported archive: the digest at its end (BLAKE3 of all before it, in hex), its size, the
+    session and snapshot it stands at with that snapshot's fingerprint, and how many it holds."""
+
+    digest: str
+    bytes: int
+    session: str
+    snapshot: str
+    fingerprint: str
+    snapshots: int
+    encrypted: bool
+
+
 class CreateToken(Request, frozen=True):
     """A token for a tenant; made by the operator."""
 

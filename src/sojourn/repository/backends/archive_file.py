@@ -51,12 +51,12 @@ _decoder = msgspec.msgpack.Decoder(list[tuple[str, int]])
 class _File:
     """The reading half of both."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, stop: threading.Event | None = None) -> None:
         self._fd = descriptor
         self._lock = threading.Lock()
         self._places: dict[str, tuple[int, int]] = {}  # offset and size by key
         self._url = f"archive:{os.urandom(8).hex()}"  # tells archives apart where they are cached
-        self.interrupted = False
+        self._stop = stop or threading.Event()
 
     @property
     def url(self) -> str:
@@ -114,7 +114,7 @@ class _File:
     def _read(self, key: str, offset: int, length: int) -> bytes:
         pieces = []
         while length:
-            if self.interrupted:
+            if self._stop.is_set():
                 raise Interrupted("the work on the archive was given up", next_step="")
             try:
                 piece = os.pread(self._fd, min(length, 64 << 20), offset)
@@ -196,10 +196,17 @@ class ArchiveWriter(_File):
 class ArchiveReader(_File):
     """An archive in a file open for reading, found whole when this is made.
 
-    Raises ArchiveInvalid; also when `expect`, a digest in hex, is another than the archive's."""
+    Raises ArchiveInvalid; also when `expect`, a digest in hex, is another than the archive's.
+    Once `stop` is set, everything ends with Interrupted at its next read."""
 
-    def __init__(self, descriptor: int, *, expect: str | None = None) -> None:
-        super().__init__(descriptor)
+    def __init__(
+        self,
+        descriptor: int,
+        *,
+        expect: str | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        super().__init__(descriptor, stop)
         self.size = os.fstat(descriptor).st_size
         if self.size < LEAST:
             raise ArchiveInvalid(f"The archive is cut off: it has {self.size} bytes.")
