@@ -13,26 +13,30 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sojourn.errors import Conflict, IntegrityError, ObjectMissing
 from sojourn.model.snapshots import Snapshot
+from sojourn.repository import collection
 from sojourn.repository.backends.base import Backend
 from sojourn.repository.downloads import Reader
 from sojourn.repository.needs import add_layer
+from sojourn.repository.packs import CHUNK_DATA, DATA, PackBuilder, encode_block
 from sojourn.repository.pushes import Push
 from sojourn.repository.reliance import Exposed, Watch
 from support.dictionaries import DictBackend
 from support.repositories import DAY, TENANT, Node
 
 SOAK = bool(os.environ.get("SOJOURN_SOAK"))
-WAIT = 20.0  # seconds for an actor to come to its next step
+WAIT = 100.0  # seconds for an actor to come to its next step
 
 
 class Ended(BaseException):
@@ -360,6 +364,46 @@ def test_a_layer_whose_writer_has_not_looked_yet_is_not_taken_at_its_word(
         assert len(case.acknowledged) == 1
         lost += bool(case.flaws())
     assert (lost > 0) == trusting
+
+
+@pytest.mark.parametrize("careless", [False, True])
+def test_two_collections_do_not_each_take_the_others_copy(make, monkeypatch, careless):
+    # A needed chunk lies in two packs. One collection has read the indexes before the larger pack
+    # was in any, and names it; the other one, later, names the smaller.
+    if careless:
+        needed = collection._Collector._needed_packs
+
+        def own_only(self, name, marks, own, named):
+            return needed(self, name, marks, own, own)
+
+        monkeypatch.setattr(collection._Collector, "_needed_packs", own_only)
+    case, _ = make()
+    content = OTHER["c"]
+    late = case.node(case.store).domain()
+    builder = PackBuilder(late.keys, DATA)
+    more = os.urandom(200)  # makes it the larger one
+    block = encode_block([content, more], late.keys, builder.salt, 0)
+    names = [late.keys.chunk_name(CHUNK_DATA, blake3(each).digest()) for each in (content, more)]
+    builder.add(block, [(names[0], len(content)), (names[1], len(more))])
+    data, info = builder.finish()
+    case.store.put(late.pack_key(info.id), data)
+
+    numbers = itertools.count(1 << 30, -1)  # so that a collection comes to its own tombstone first
+    monkeypatch.setattr(secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}")
+    early, later = case.collector("early"), case.collector("later")
+    naming = f"put {TENANT}/tombstones/"
+    early.start()
+    early.go_before(naming)
+    late.write_index([info])
+    later.start()
+    later.go_before(naming)
+    for each in (early, later):
+        each.go()
+        each.go_before(naming)  # the verdict
+    for each in (early, later):
+        each.finish()
+        assert each.error is None
+    assert bool(case.flaws()) == careless
 
 
 @pytest.mark.skipif(not SOAK, reason="some minutes")
