@@ -147,9 +147,16 @@ def test_an_index_is_proven_by_its_name_and_its_seal(backend, keys):
         with pytest.raises(IntegrityError) as caught:
             domain.read_index(at)
         assert caught.value.details["object"] == at
+        # Passed over, and told to who then misses something; a strict reading refuses.
+        reader = Domain(backend, keys)
+        assert len(reader.index) == (0 if at == key else 1)
+        fault = reader.refresh_index()
+        assert fault is not None and fault.details["object"] == at
         with pytest.raises(IntegrityError):
-            Domain(backend, keys).index  # noqa: B018
+            reader.index.refresh()
         backend.delete([at])
+        backend.put(key, data)
+    backend.delete([key])
     assert len(Domain(backend, keys).index) == 0
 
 

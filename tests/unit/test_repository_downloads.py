@@ -15,7 +15,7 @@ from sojourn.repository.backends.opening import open_backend
 from sojourn.repository.domains import Domain
 from sojourn.repository.downloads import GAP, REQUESTS, UNIT, WINDOW, Reader
 from sojourn.repository.packs import CHUNK_DATA
-from sojourn.repository.uploads import Upload
+from sojourn.repository.uploads import Upload, adopt_unindexed
 from support.uploads import SECRET, domain_on
 
 
@@ -161,3 +161,20 @@ def test_many_threads_read_one_domain():
     for thread in threads:
         thread.join()
     assert results == [True] * 4
+
+
+def test_a_bad_index_stops_only_who_needs_what_it_names_until_its_packs_are_indexed_anew():
+    backend = open_backend("memory:")
+    first = put(domain_on(backend), random_chunks(3, 1000, seed=1))
+    before = {info.key for info in backend.list("ten_1/indexes/")}
+    second = put(domain_on(backend), random_chunks(3, 1000, seed=2))
+    [key] = {info.key for info in backend.list("ten_1/indexes/")} - before
+    backend.put(key, b"no index")
+    reader = Reader(domain_on(backend))
+    assert len(list(reader.chunks(first))) == 3
+    with pytest.raises(IntegrityError) as caught:
+        list(reader.chunks(second, needed_by="layer x"))
+    assert caught.value.details["object"] == key
+    assert caught.value.details["needed_by"] == "layer x"
+    assert adopt_unindexed(domain_on(backend)) == 1
+    assert len(list(reader.chunks(second))) == 3

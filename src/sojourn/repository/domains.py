@@ -7,6 +7,7 @@ by it; `forget` drops what is remembered, for when a tombstone may have taken it
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +31,8 @@ from sojourn.repository.sealed import (
     seal,
     unseal,
 )
+
+log = logging.getLogger(__name__)
 
 LAYERS, IMAGES, SNAPSHOTS, SESSIONS = "layers", "images", "snapshots", "sessions"
 PACKS, INDEXES, TOMBSTONES = "packs", "indexes", "tombstones"
@@ -147,9 +150,22 @@ class Domain:
                 index = self._index
                 if index is None:
                     index = self.new_index()
-                    index.refresh()
+                    self._refresh(index)
                     self._index = index
         return index
+
+    def refresh_index(self) -> IntegrityError | None:
+        """Read what others wrote to the index. What cannot be read is passed over, so that one bad
+        index object does not stop those who need nothing of it; the first is given back, for who
+        then misses something."""
+        return self._refresh(self.index)
+
+    def _refresh(self, index: Index) -> IntegrityError | None:
+        faults: list[IntegrityError] = []
+        index.refresh(faults)
+        for fault in faults:
+            log.warning("passed over: %s", fault.message)
+        return faults[0] if faults else None
 
     def with_index(self, index: Index) -> Domain:
         """The same domain with another index, for who must go on where one cannot be read."""

@@ -111,17 +111,32 @@ class _Reading:
                 unknown.append(name)
             else:
                 yield name, place
+        fault: IntegrityError | None = None
         if unknown:
-            index.refresh()  # others may have written them since it was read
+            fault = self._domain.refresh_index()  # others may have written them since it was read
         for name in unknown:
             place = locate(name)
             if place is None:
-                raise IntegrityError(
-                    f"Chunk {name.hex()}, needed by {self._needed_by}, is in no pack.",
-                    object=self._needed_by,
-                    chunk=name.hex(),
-                )
+                raise self._unknown(name, fault)
             yield name, place
+
+    def _unknown(self, name: bytes, fault: IntegrityError | None) -> IntegrityError:
+        """No index names a chunk. One that cannot be read may be the one that did."""
+        if fault is None:
+            return IntegrityError(
+                f"Chunk {name.hex()}, needed by {self._needed_by}, is in no pack.",
+                object=self._needed_by,
+                chunk=name.hex(),
+            )
+        lost = IntegrityError(
+            f"Chunk {name.hex()}, needed by {self._needed_by}, cannot be found: {fault.message}",
+            object=fault.details.get("object"),
+            chunk=name.hex(),
+            needed_by=self._needed_by,
+            next_step="`sojourn store repair` indexes the packs anew.",
+        )
+        lost.__cause__ = fault
+        return lost
 
     def _plan(self, places: Iterable[tuple[bytes, Place]]) -> None:
         packs: dict[bytes, tuple[PackInfo, dict[int, list[Wanted]]]] = {}
@@ -182,7 +197,7 @@ class _Reading:
         missing = any(isinstance(error, ObjectMissing) for _, _, error in failed)
         if missing and pack.id not in self._refreshed:
             self._refreshed.add(pack.id)
-            self._domain.index.refresh()
+            self._domain.refresh_index()
         found: list[tuple[bytes, Place]] = []
         for number, wanted, error in failed:
             for name, _, _ in wanted:

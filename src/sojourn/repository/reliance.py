@@ -86,12 +86,12 @@ class Watch:
         if late:
             self._suspect = True  # tombstones may have come and gone meanwhile
         elif self._suspect:
-            self.domain.index.refresh()  # rewritten packs are named by new indexes
+            self.domain.refresh_index()  # rewritten packs are named by new indexes
 
     def _refresh(self) -> None:
         self._packs.clear()
         self.domain.forget()
-        self.domain.index.refresh()
+        self.domain.refresh_index()
 
     def _safe(self, id: str, walk: Callable[[Domain, str, set[bytes]], None]) -> bool:
         if not self._suspect:

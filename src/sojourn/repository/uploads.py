@@ -335,10 +335,11 @@ def adopt_unindexed(domain: Domain) -> int:
 
     Packs that a tombstone names stay unnamed: they are on their way out. The order of looking makes
     that sure: a pack that is listed and then in no index, because a collection has taken it out, is
-    in a tombstone, which was written before and is read last. A damaged pack is left alone.
+    in a tombstone, which was written before and is read last. A damaged pack is left alone; those
+    of a damaged index count as named by none.
     """
     listed = {pack_id(info.key): info.key for info in domain.ids(PACK_GROUP)}
-    domain.index.refresh()
+    domain.refresh_index()
     unnamed = listed.keys() - {info.id for info in domain.index.packs()}
     if not unnamed:
         return 0
