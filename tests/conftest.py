@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sojourn.client import Session, Sojourn
+from support.durable import stock
 from support.servers import ServerProcess
 
 
@@ -43,6 +45,18 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
     server.start()
     yield server
     server.remove()
+
+
+@pytest.fixture(scope="session")
+def stocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An object store with nothing but the template in it, to be copied and not changed."""
+    return stock(tmp_path_factory.mktemp("stocked"))
+
+
+@pytest.fixture
+def place(stocked: Path, tmp_path: Path) -> Path:
+    """An object store of the test's own that has the template."""
+    return Path(shutil.copytree(stocked, tmp_path / "objects"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
