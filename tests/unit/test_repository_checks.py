@@ -197,3 +197,13 @@ def test_only_the_domains_asked_for(here):
     here.backend.put(key, b"nonsense")
     assert found(here, only=[TENANT]) == []
     assert [p.domain for p in found(here, only=["ten_2"])] == ["ten_2"]
+
+
+def test_what_else_lies_in_the_same_place_is_left_alone(here):
+    kept, _ = filled(here)
+    for key in ("notes.txt", "other/file", "-odd-/x/y", "a..b/packs/aa/aa"):
+        here.backend.put(key, b"not ours")
+    assert found(here, read_data=True) == []
+    here.collect()
+    assert {"notes.txt", "other/file", "-odd-/x/y", "a..b/packs/aa/aa"} <= set(here.keys(""))
+    here.restore(kept)

@@ -6,9 +6,10 @@ instead of looking complete.
 
 from __future__ import annotations
 
-from sojourn.errors import IntegrityError
+from sojourn.errors import IntegrityError, InvalidRequest
 from sojourn.repository.backends.base import Backend, ObjectInfo
 from sojourn.repository.domains import COPIES, DAMAGED, IMAGES, INDEXES, LAYERS, PACKS, SNAPSHOTS
+from sojourn.repository.keys import check_domain
 from sojourn.repository.packs import pack_id
 
 NOT_DOMAINS = frozenset({"config", "keys", "tenants"})
@@ -58,10 +59,20 @@ class Inventory:
 
 
 def survey(backend: Backend) -> dict[str, Inventory]:
-    """The inventories of all domains there are, by name."""
+    """The inventories of all domains there are, by name. What else lies in the same place is no
+    business of the repository."""
     found: dict[str, Inventory] = {}
+    strange: set[str] = set(NOT_DOMAINS)
     for info in backend.list(""):
         name, slash, _ = info.key.partition("/")
-        if slash and name not in NOT_DOMAINS:
-            found.setdefault(name, Inventory()).add(info)
+        if not slash or name in strange:
+            continue
+        if name not in found:
+            try:
+                check_domain(name)
+            except InvalidRequest:
+                strange.add(name)
+                continue
+            found[name] = Inventory()
+        found[name].add(info)
     return dict(sorted(found.items()))
