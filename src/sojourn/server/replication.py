@@ -238,8 +238,9 @@ class Replicator:
     async def durable(self, snapshot: str, timeout: float) -> SnapshotRecord:
         """Wait until a snapshot is in the object store.
 
-        Raises SnapshotNotFound, Unsupported, and StoreUnreachable when it is not in time: the
-        snapshot is safe on this node all the same.
+        Raises SnapshotNotFound, Unsupported, StoreUnreachable when it is not in time, and what
+        stops this very snapshot (StorageFull, StoreRefused, IntegrityError): it is safe on this
+        node all the same, and tried again later.
         """
         database = self._database
         record = await database.get_snapshot(None, snapshot, hidden=True)
@@ -250,14 +251,17 @@ class Replicator:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(snapshot, []).append(future)
         self._hurry.add(snapshot)
+        self._skip.pop(snapshot, None)  # whoever asks may know that the cause is gone
         self._wake.set()
         try:
             async with asyncio.timeout(timeout):
                 await future
         except TimeoutError:
+            later = self._skip.get(record.session)
+            cause = later[2] if later is not None else self._error
             raise StoreUnreachable(
                 f"snapshot {snapshot} is not in the object store after {timeout:g} s"
-                + (f": {self._error}" if self._error else ""),
+                + (f": {cause}" if cause else ""),
                 snapshot=snapshot,
             ) from None
         finally:
@@ -385,6 +389,7 @@ class Replicator:
             pause = self._skip.get(record.id, (0.0, _RETRY_FIRST, ""))[1]
             self._skip[record.id] = (time.time() + pause, min(pause * 2, 600.0), str(error))
             log.error("snapshot %s cannot be sent to the object store: %s", record.id, error)
+            self._failed(record.id, error)
             return
         self._skip.pop(record.id, None)
         self._changed.add(record.session)
@@ -403,6 +408,13 @@ class Replicator:
         for future in self._waiting.pop(snapshot, []):
             if not future.done():
                 future.set_result(None)
+
+    def _failed(self, snapshot: str, error: SojournError | OSError) -> None:
+        """Who waits for it learns why it is not there, instead of waiting for their time to end."""
+        told = error if isinstance(error, SojournError) else SojournError(str(error))
+        for future in self._waiting.pop(snapshot, []):
+            if not future.done():
+                future.set_exception(told)
 
     # -- records ----------------------------------------------------------------------------
 

@@ -108,6 +108,9 @@ class Sender:
                 stdout=asyncio.subprocess.PIPE,
             )
             self._process = process
+            if self._closed:  # while it was started
+                await self._end()
+                raise Interrupted("the server stops", next_step="")
             assert process.stdin is not None
             process.stdin.write(encode_frame(self._start))
         return process

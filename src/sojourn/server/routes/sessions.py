@@ -197,7 +197,7 @@ async def pause(call: Call) -> ASGIApp:
         ),
         "snapshot": Query("str", "A snapshot of its tree by id or label; else its head."),
     },
-    errors=(SessionNotFound, SnapshotNotFound, Unsupported, StoreUnreachable),
+    errors=(SessionNotFound, SnapshotNotFound, Unsupported, StoreUnreachable, StorageFull),
 )
 async def durability(call: Call) -> ASGIApp:
     with call.shutdown.cancellable():
