@@ -6,12 +6,15 @@ import os
 import random
 import resource
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from contract.store_rig import hostile_tree, look
 from sojourn.errors import HostUnfit, IntegrityError, ObjectMissing
@@ -251,7 +254,7 @@ def test_an_empty_layer(tmp_path):
 def test_the_manifest_alone(tmp_path):
     tree = tmp_path / "tree"
     tree.mkdir()
-    for number in range(3000):
+    for number in range(900):
         (tree / f"{number:05}").touch()
     backend = Told()
     manifest = push(domain_on(backend), tree)
@@ -398,6 +401,59 @@ def test_an_empty_file_with_the_digest_of_another_is_refused(tmp_path):
     layer = forge(domain, [ROOT, entry(b"file", digest=b"d" * 32)])
     with pytest.raises(IntegrityError):
         restore_layer(domain, layer, tmp_path / "out")
+
+
+NAMES = st.sampled_from([b"a", b"b", b"a.b", b"\xff", b"..", b".", b"", b"c\n", b"n" * 256])
+NUMBERS = st.sampled_from([0, 1, 7, 1000, (1 << 32) - 1, -1, 1 << 70])
+
+
+@st.composite
+def any_entry(draw: st.DrawFn) -> Entry:
+    path = b"/".join(draw(st.lists(NAMES, min_size=1, max_size=3)))
+    kind = draw(st.sampled_from("fdlpscbw"))
+    content = draw(st.sampled_from([b"", b"x", b"other"]))
+    fields: dict[str, Any] = {
+        "mode": draw(st.sampled_from([0o644, 0o4755, 0, 0o7777, 0o10000])),
+        "size": len(content) if kind == "f" else 0,
+        "digest": blake3(content).digest() if kind == "f" else b"",
+        "target": b"t" if kind == "l" else b"",
+        "xattrs": draw(
+            st.sampled_from([(), (), ((b"trusted.a", b"v"),), ((b"user.a", b""),), ((b"x", b""),)])
+        ),
+    }
+    if kind == "w":
+        return whiteout(path)
+    if kind in "cb":
+        fields.update(major=draw(NUMBERS), minor=draw(NUMBERS))
+    wild = draw(st.sampled_from([None, None, None, "uid", "gid", "size", "mtime_s", "mtime_ns"]))
+    if wild is not None:
+        fields[wild] = draw(NUMBERS)
+    fields["link"] = draw(st.sampled_from([None, None, None, b"a", b"b"]))
+    return entry(path, kind, **fields)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(any_entry(), max_size=6))
+def test_any_manifest_is_restored_exactly_or_refused(entries):
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "place" / "out"
+        out.parent.mkdir()
+        domain = domain_on(open_backend("memory:"))
+        unique = {each.path: each for each in entries}
+        try:
+            layer = forge(
+                domain, [ROOT, *(unique[path] for path in sorted(unique))], b"x", b"other"
+            )
+        except (OverflowError, msgspec.MsgspecError):
+            return  # what cannot even be written
+        try:
+            restore_layer(domain, layer, out)
+        except (IntegrityError, HostUnfit):
+            assert list(out.parent.iterdir()) == []
+        else:
+            assert manifest_at(out).id == layer
+            remove_tree(out)
+        assert [path.name for path in Path(directory).iterdir()] == ["place"]
 
 
 def test_a_disk_that_cannot_hold_it_is_named(tmp_path, monkeypatch):
