@@ -13,6 +13,7 @@ import pickle
 import shutil
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -35,7 +36,11 @@ class State:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        self.store = LocalStore(place / "store")
+
+    @cached_property
+    def store(self) -> LocalStore:
+        """The node's store; checks and restores do without."""
+        return LocalStore(self.place / "store")
 
     @property
     def template(self) -> LayerRef:
@@ -133,13 +138,13 @@ def capture_layer(state: State, tree: Path) -> None:
     snapshot = snapshot_of([state.template, sealed.ref], None, parent)
     state.repository().push(TENANT, snapshot, Copies(state.store, tree), parent)
     state.keep(snapshot)
-    (state.place / "sealed-scan").write_bytes(pickle.dumps(sealed.scan))
 
 
 def settle_layer(state: State, tree: Path) -> None:
     """Let the store have the layer that was sealed, with its tree where it is, so that the next
-    capture of the same tree finds it as that of a session which lives on."""
-    (state.place / "sealed-scan").rename(state.place / "scan")
+    capture of the same tree finds it as that of a session which lives on, and keep its scan."""
+    sealed = state.store.seal_layer(tree, since=None, suspects=set())
+    (state.place / "scan").write_bytes(pickle.dumps(sealed.scan))
     state.store.adopt_template(tree, "upper")
     LocalStore(state.place / "store")  # the record of the sealing is not needed any more
 

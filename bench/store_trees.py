@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -20,6 +21,7 @@ WHEN = 1_700_000_000  # files were not written just now: tools treat very young 
 
 _SYLLABLES = [a + b for a in "bcdfghklmnprstvwz" for b in "aeiou"]
 _SYLLABLES += ["al", "an", "ar", "en", "er", "in", "on", "or", "st", "un"]
+_LINES = 150_000
 _FORMS = (
     "{0} = {1}.{2}({3}, {4})\n",
     "if {0} is not None and {1}.{2} > {3}:\n",
@@ -34,31 +36,37 @@ _FORMS = (
 )
 
 
+@cache
+def _vocabulary() -> tuple[list[str], list[str]]:
+    """Lines, and those among them that are everywhere. Words by a Zipf law."""
+    rng = random.Random(0)
+    words = sorted(
+        {
+            "_".join(
+                "".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4)))
+                for _ in range(rng.choice((1, 1, 1, 2, 2, 3)))
+            )
+            for _ in range(9000)
+        }
+    )
+    rng.shuffle(words)
+    weights = list(accumulate(1 / (rank + 3) for rank in range(len(words))))
+    lines = [
+        ("    " * rng.choice((0, 1, 1, 2, 2, 3)) + rng.choice(_FORMS)).format(
+            *rng.choices(words, cum_weights=weights, k=5)
+        )
+        for _ in range(_LINES)
+    ]
+    common = ["\n", "\n", "\n", "    else:\n", "        pass\n", "    )\n", "}\n", "*/\n"]
+    return lines, common + rng.sample(lines, 400)
+
+
 class Text:
-    """Source-like lines: words by a Zipf law; a few lines are everywhere, most are rare."""
+    """Source-like text: a few of its lines are everywhere, most are rare."""
 
     def __init__(self, seed: int) -> None:
-        rng = random.Random(seed)
-        words = sorted(
-            {
-                "_".join(
-                    "".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4)))
-                    for _ in range(rng.choice((1, 1, 1, 2, 2, 3)))
-                )
-                for _ in range(9000)
-            }
-        )
-        rng.shuffle(words)
-        weights = list(accumulate(1 / (rank + 3) for rank in range(len(words))))
-        self.lines = [
-            ("    " * rng.choice((0, 1, 1, 2, 2, 3)) + rng.choice(_FORMS)).format(
-                *rng.choices(words, cum_weights=weights, k=5)
-            )
-            for _ in range(150_000)
-        ]
-        self.common = ["\n", "\n", "\n", "    else:\n", "        pass\n", "    )\n", "}\n", "*/\n"]
-        self.common += rng.sample(self.lines, 400)
-        self._rng = rng
+        self.lines, self.common = _vocabulary()
+        self._rng = random.Random(seed)
 
     def make(self, size: int, region: int) -> bytes:
         """Text of a size. Files of one region share some of their lines, as those of one directory
