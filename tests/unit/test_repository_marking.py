@@ -77,7 +77,7 @@ def test_what_many_snapshots_share_is_read_once(here):
     assert len(set(read)) < 60
 
 
-@pytest.mark.parametrize("part", ["/snapshots/", "/layers/", "/images/", "/indexes/"])
+@pytest.mark.parametrize("part", ["/snapshots/", "/layers/", "/images/"])
 def test_what_cannot_be_read_is_named(here, part):
     here.publish({"a": b"a"}, memory={"m": b"m" * 100_000})
     for key in here.keys(f"{TENANT}{part}"):
