@@ -8,6 +8,7 @@ import ast
 import contextlib
 import fnmatch
 import http.client
+import io
 import itertools
 import json
 import urllib.parse
@@ -47,7 +48,8 @@ def call(server: ServerProcess, method: str, path: str, body: Any, key: str) -> 
         "content-type": "application/json",
     }
     try:
-        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        sent = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        connection.request(method, path, sent, headers)
         answer = connection.getresponse()
         text = answer.read()
     except (OSError, http.client.HTTPException):
@@ -375,11 +377,41 @@ class Lost(Operation):
         assert len(lines) == world.acked
 
 
+class Import(Operation):
+    """A session that comes from an archive; the one it was made of is gone."""
+
+    answers = (201,)
+    archive = b""
+    acked = 0
+
+    def prepare(self, world: World) -> None:
+        if not self.archive:
+            world.prepare()
+            archive = io.BytesIO()
+            world.session.export(archive)
+            self.archive, self.acked = archive.getvalue(), world.acked
+            world.session.delete()
+        world.acked = world.sent = self.acked
+
+    def request(self, world: World) -> Answer | None:
+        return call(world.server, "POST", "/v1/import", self.archive, world.key)
+
+    def rested(self, world: World) -> None:
+        super().rested(world)
+        assert len(world.client.sessions.list()) <= 1  # one where only the answer was lost
+
+    def goal(self, world: World, answer: Answer) -> None:
+        found = world.client.sessions.list()
+        assert answer[1]["id"] in {session.id for session in found}
+        for session in found:
+            world.check(session)
+
+
 OPERATIONS: dict[str, Operation] = {
     kind.__name__: kind()
     for kind in (
         *(Create, Pause, Thaw, Restore, Snapshot, SnapshotPaused, Suspend, SuspendPaused),
-        *(Rollback, Promote, Fork, ForkShelved, Delete, DeletePaused, Turn, Thin, Lost),
+        *(Rollback, Promote, Fork, ForkShelved, Delete, DeletePaused, Turn, Thin, Lost, Import),
     )
 }
 
@@ -410,6 +442,7 @@ CASES: list[tuple[str, list[str]]] = [
     ("Delete", ["delete.begin", "delete.abort", "delete.commit", "delete.destroy", "delete.end"]),
     ("Delete", ["end.kill", "end.rename", "collect.row", "collect.manifest"]),
     ("DeletePaused", ["delete.abort"]),
+    ("Import", ["import.received", "import.take", "import.publish", "import.commit"]),
     ("Lost", ["stop.kill", "salvage.take", "lost.salvage", "lost.commit"]),
 ]
 POINTS = [(operation, point) for operation, points in CASES for point in points]
