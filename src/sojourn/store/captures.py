@@ -18,6 +18,7 @@ import errno
 import os
 import stat
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sojourn.errors import CaptureFailed, IntegrityError
@@ -62,6 +63,7 @@ from sojourn.store.trees import (
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_BATCH, _HASHERS = 256, 2  # files hashed by one thread at a time
 _FEW = 16  # syncing more files than this one by one costs more than syncing the file system
 
 Since = tuple[Scan, LayerRef] | None
@@ -74,6 +76,7 @@ class Earlier:
         self.scan: LocalScan | None = None
         self.layer = ""
         self.digests: dict[bytes, bytes] = {}
+        self.manifest: Manifest | None = None
         if since is None or not isinstance(since[0], LocalScan):
             return
         # A scan vouches only for the layer that was made from it.
@@ -85,6 +88,15 @@ class Earlier:
                 self.scan = since[0]
                 self.layer = stored.manifest.id
                 self.digests = stored.manifest.digests
+                self.manifest = stored.manifest
+
+    def unchanged(self, scan: LocalScan) -> Manifest | None:
+        """The earlier layer's manifest where a scan that was compared with it differs in nothing.
+
+        An entry that came is among the changed; one that went moved its directory's times."""
+        if self.scan is None or scan.changed or len(scan.entries) != len(self.scan.entries):
+            return None
+        return self.manifest
 
 
 class Captures:
@@ -274,20 +286,10 @@ class Captures:
         earlier = Earlier(self.layers, since)
         with disk_errors("sealing the session's files"):
             scan = self._look(upper, earlier)
-            digests = dict(earlier.digests)
-            by_inode: dict[int, bytes] = {}
-            inodes = self._suspect_inodes(scan, suspects)
-            with Directories(upper) as held:
-                for path in self._fresh_files(scan, inodes):
-                    facts = scan.entries[path]
-                    digest = by_inode.get(facts[INODE])
-                    if digest is None:
-                        fd, name = held.parent(path)
-                        digest = hash_entry(fd, name)
-                        if facts[NLINK] > 1:
-                            by_inode[facts[INODE]] = digest
-                    digests[path] = digest
-            manifest = manifest_of(scan, digests)
+            fresh = self._fresh_files(scan, self._suspect_inodes(scan, suspects))
+            manifest = None if fresh else earlier.unchanged(scan)
+            if manifest is None:
+                manifest = manifest_of(scan, earlier.digests | _hash_files(upper, scan, fresh))
             self.pins.fresh(manifest.id)
             self._record(manifest, scan)
             # One sync of the file system covers everything below the upper, and the record.
@@ -433,12 +435,36 @@ def _sealed_manifest(place: Path) -> Manifest | None:
 
 
 def _hash_all(upper: Path, scan: LocalScan) -> dict[bytes, bytes]:
-    digests = {}
+    regular = [path for path, facts in scan.entries.items() if stat.S_ISREG(facts[MODE])]
+    return _hash_files(upper, scan, regular)
+
+
+def _hash_files(upper: Path, scan: LocalScan, paths: list[bytes]) -> dict[bytes, bytes]:
+    """Content hashes of regular files. Opening, reading and closing let other threads run."""
+    paths = sorted(paths)  # those of one directory together
+    if len(paths) <= _BATCH:
+        return _hash_batch(upper, scan, paths)
+    digests: dict[bytes, bytes] = {}
+    batches = [paths[at : at + _BATCH] for at in range(0, len(paths), _BATCH)]
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        for found in pool.map(lambda batch: _hash_batch(upper, scan, batch), batches):
+            digests.update(found)
+    return digests
+
+
+def _hash_batch(upper: Path, scan: LocalScan, paths: list[bytes]) -> dict[bytes, bytes]:
+    digests: dict[bytes, bytes] = {}
+    by_inode: dict[int, bytes] = {}
     with Directories(upper) as held:
-        for path, facts in scan.entries.items():
-            if stat.S_ISREG(facts[MODE]):
+        for path in paths:
+            facts = scan.entries[path]
+            digest = by_inode.get(facts[INODE])
+            if digest is None:
                 fd, name = held.parent(path)
-                digests[path] = hash_entry(fd, name)
+                digest = hash_entry(fd, name)
+                if facts[NLINK] > 1:
+                    by_inode[facts[INODE]] = digest
+            digests[path] = digest
     return digests
 
 

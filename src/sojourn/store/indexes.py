@@ -47,9 +47,12 @@ def row_of(facts: Facts) -> Row:
 def encode_index(rows: list[Row]) -> bytes:
     """Rows in the manifest's order, column by column, little-endian 64 bit."""
     parts = []
-    for column in range(_COLUMNS):
-        # Times beyond 64 bits are clamped: they then never match and the entry is compared fully.
-        values = array("q", (min(max(row[column], _LOWEST), _HIGHEST) for row in rows))
+    for column in zip(*rows, strict=True):
+        try:
+            values = array("q", column)
+        except OverflowError:
+            # Times beyond 64 bits are clamped: they never match then, the entry is compared fully.
+            values = array("q", (min(max(value, _LOWEST), _HIGHEST) for value in column))
         if sys.byteorder == "big":
             values.byteswap()
         parts.append(values.tobytes())
