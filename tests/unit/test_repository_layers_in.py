@@ -48,7 +48,7 @@ def entry(path: bytes, type: str = "f", **parts: Any) -> Entry:
     if content is not None:
         parts.update(size=len(content), digest=blake3(content).digest())
     plain: dict[str, Any] = {
-        "mode": 0o755 if type == "d" else 0o644,
+        "mode": {"d": 0o755, "l": 0o777}.get(type, 0o644),
         "uid": 0,
         "gid": 0,
         "size": 0,
@@ -288,6 +288,7 @@ BAD = {
     "a time beyond all clocks": entry(b"f", mtime_s=1 << 63),
     "a size beyond all disks": entry(b"f", size=1 << 63),
     "a pipe with a size": entry(b"p", "p", size=5),
+    "a link with a mode": entry(b"l", "l", mode=0o644),
     "a target with a zero": entry(b"l", "l", target=b"a\0b"),
     "a target that is too long": entry(b"l", "l", target=b"t" * 4096),
     "a device that is a whiteout": entry(b"c", "c"),
@@ -403,8 +404,12 @@ def test_an_empty_file_with_the_digest_of_another_is_refused(tmp_path):
         restore_layer(domain, layer, tmp_path / "out")
 
 
-NAMES = st.sampled_from([b"a", b"b", b"a.b", b"\xff", b"..", b".", b"", b"c\n", b"n" * 256])
+# Mostly what can be, so that many are restored; and some of everything else.
+GOOD_NAMES = st.sampled_from([b"a", b"b", b"a.b", b"\xff", b"c\n", b"n" * 255])
+BAD_NAMES = st.sampled_from([b"..", b".", b"", b"n" * 256])
+NAMES = st.integers(0, 19).flatmap(lambda n: GOOD_NAMES if n else BAD_NAMES)
 NUMBERS = st.sampled_from([0, 1, 7, 1000, (1 << 32) - 1, -1, 1 << 70])
+XATTRS = [(), (), (), ((b"trusted.a", b"v"),), ((b"trusted.b", b""), (b"trusted.c", b"\0"))]
 
 
 @st.composite
@@ -413,22 +418,27 @@ def any_entry(draw: st.DrawFn) -> Entry:
     kind = draw(st.sampled_from("fdlpscbw"))
     content = draw(st.sampled_from([b"", b"x", b"other"]))
     fields: dict[str, Any] = {
-        "mode": draw(st.sampled_from([0o644, 0o4755, 0, 0o7777, 0o10000])),
+        "mode": draw(st.sampled_from([0o644, 0o4755, 0, 0o7777, 0o2700])),
         "size": len(content) if kind == "f" else 0,
         "digest": blake3(content).digest() if kind == "f" else b"",
         "target": b"t" if kind == "l" else b"",
-        "xattrs": draw(
-            st.sampled_from([(), (), ((b"trusted.a", b"v"),), ((b"user.a", b""),), ((b"x", b""),)])
-        ),
+        "xattrs": draw(st.sampled_from(XATTRS)),
     }
     if kind == "w":
         return whiteout(path)
+    if kind == "l":
+        fields["mode"] = 0o777
+        fields["xattrs"] = ()
     if kind in "cb":
-        fields.update(major=draw(NUMBERS), minor=draw(NUMBERS))
-    wild = draw(st.sampled_from([None, None, None, "uid", "gid", "size", "mtime_s", "mtime_ns"]))
-    if wild is not None:
-        fields[wild] = draw(NUMBERS)
-    fields["link"] = draw(st.sampled_from([None, None, None, b"a", b"b"]))
+        fields.update(major=1, minor=3)
+    wild = draw(st.integers(0, 30))
+    if wild == 0:
+        what = draw(st.sampled_from(["uid", "gid", "size", "mtime_s", "mtime_ns", "mode", "major"]))
+        fields[what] = draw(NUMBERS)
+    elif wild == 1:
+        fields["xattrs"] = draw(st.sampled_from([((b"x", b""),), ((b"user.a", bytes(70000)),)]))
+    elif wild == 2:
+        fields["link"] = draw(st.sampled_from([b"a", b"b"]))
     return entry(path, kind, **fields)
 
 
@@ -440,6 +450,10 @@ def test_any_manifest_is_restored_exactly_or_refused(entries):
         out.parent.mkdir()
         domain = domain_on(open_backend("memory:"))
         unique = {each.path: each for each in entries}
+        for path in list(unique):
+            while b"/" in path:
+                path = path.rpartition(b"/")[0]
+                unique.setdefault(path, entry(path, "d"))
         try:
             layer = forge(
                 domain, [ROOT, *(unique[path] for path in sorted(unique))], b"x", b"other"

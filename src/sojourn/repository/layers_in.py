@@ -137,6 +137,8 @@ def _flaw(entry: Entry) -> str | None:
         return "time or size"
     if kind != FILE and (entry.size or entry.digest):
         return "size"
+    if kind == SYMLINK and entry.mode != 0o777:
+        return "mode of the link"
     if len(entry.target) > _TARGET or b"\0" in entry.target:
         return "target"
     if kind in (CHAR, BLOCK):
