@@ -21,7 +21,8 @@ from typing import NamedTuple
 import msgspec
 
 from sojourn.errors import Conflict, IntegrityError, ObjectMissing
-from sojourn.repository.domains import TOMBSTONES, Domain
+from sojourn.repository.backends.object_keys import is_key
+from sojourn.repository.domains import COPIES, IMAGES, LAYERS, TOMBSTONES, Domain
 from sojourn.repository.sealed import TOMBSTONE
 
 NAMED, REMOVING, DONE = "named", "removing", "done"
@@ -30,6 +31,7 @@ NAMED, REMOVING, DONE = "named", "removing", "done"
 KEPT = 7 * 86400.0
 ID_BYTES = 32
 _STATES = {NAMED, REMOVING, DONE}
+ROOTS = frozenset({LAYERS, IMAGES, COPIES})
 
 
 class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,13 +83,19 @@ def encode_tombstone(value: Tombstone) -> bytes:
 
 
 def decode_tombstone(payload: bytes, name: str) -> Tombstone:
-    """A tombstone from its payload. Raises IntegrityError naming it."""
+    """A tombstone from its payload; `name` is its key. Raises IntegrityError naming it."""
     try:
         found = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise IntegrityError(f"{name} is malformed: {error}", object=name) from None
     if found.state not in _STATES or len(found.packs) % ID_BYTES:
         raise IntegrityError(f"{name} is inconsistent.", object=name)
+    domain = name.partition("/")[0]
+    for root in found.roots:
+        place, _, rest = root.partition("/")
+        if place != domain or rest.partition("/")[0] not in ROOTS or not is_key(root):
+            # Removing is what a tombstone is for: it must not reach anything else.
+            raise IntegrityError(f"{name} names {root!r}, which is no such object.", object=name)
     return found
 
 
