@@ -10,14 +10,14 @@ import pytest
 from blake3 import blake3
 
 from sojourn.errors import IntegrityError
-from sojourn.model.snapshots import Snapshot
+from sojourn.model.snapshots import Snapshot, SnapshotConfig, SnapshotKind
 from sojourn.repository.checks import ERROR, check
 from sojourn.repository.damages import read_damages, require_whole
 from sojourn.repository.packs import CHUNK_DATA, DATA, META
 from sojourn.repository.repairs import NodeStore, Repaired, repair
 from sojourn.repository.tombstones import Tombstones
 from sojourn.repository.uploads import Upload
-from sojourn.store import LocalStore
+from sojourn.store import LocalStore, fingerprint
 from support.dictionaries import DictBackend
 from support.repositories import TENANT, Node
 
@@ -305,6 +305,21 @@ def test_the_store_of_a_node_is_a_source(tmp_path):
     source = NodeStore(store.root)
     assert source.manifest(layer.id).id == layer.id
     assert (source.layer_path(layer.id) / "file").stat().st_size == 5000
+    config = SnapshotConfig(template="t", env={}, user="root", cwd="/", hostname="h")
+    made = Snapshot(
+        id="snp_1",
+        session="ses_1",
+        parent=None,
+        kind=SnapshotKind.AUTO,
+        label=None,
+        created_at=0.0,
+        layers=[layer],
+        memory=None,
+        config=config,
+        fingerprint=fingerprint([layer], None, config),
+    )
+    store.publish_snapshot(made)
+    assert source.snapshot("snp_1") == made
     for ask in (source.manifest, source.layer_path, source.image_path, source.snapshot):
         with pytest.raises(IntegrityError):
             ask("0" * 64)
