@@ -115,6 +115,25 @@ def test_every_durable_session_comes_back_from_the_store_alone(durable: ServerPr
     assert any(event.kind == "recovered" for event in one.events())
 
 
+def test_a_tree_that_was_thinned_comes_back_whole(durable: ServerProcess) -> None:
+    """Manifests keep naming parents that were given up since; the record tells the tree."""
+    keep = {"keep_all_for": 0, "keep_last": 1, "hourly": 0, "daily": 0, "weekly": 0}
+    session = durable.client().sessions.create(policy={"retention": keep})
+    first = session.snapshot("first")
+    for number in range(4):
+        session.files.write("/root/number", str(number).encode())
+    last = session.snapshot("last")
+    eventually(lambda: len(session.history()) <= 4)
+    session.suspend(wait="durable")
+    eventually(lambda: session.durability().waiting == 0)
+    tree = {info.id: info.parent for info in session.history()}
+    session = lose(durable).sessions.get(session.id)
+    assert {info.id: info.parent for info in session.history()} == tree
+    assert {first.id, last.id} <= tree.keys()
+    session.rollback("first")
+    assert not session.files.exists("/root/number")
+
+
 def test_an_older_server_cannot_write_over_a_recovered_session(
     durable: ServerProcess, tmp_path: Path
 ) -> None:

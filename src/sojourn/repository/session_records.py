@@ -20,12 +20,15 @@ SESSION, TENANT, SNAPSHOT = b"SESS", b"TENT", b"SNAP"
 
 
 class SnapshotNote(msgspec.Struct, frozen=True):
-    """What of a visible snapshot stands in no manifest. `turn` is the event it was taken after."""
+    """What of a visible snapshot stands in no manifest. `turn` is the event it was taken after;
+    `parent` the one before it in the tree now, where that is told: what lay between may have been
+    given up, and manifests do not change."""
 
     id: str
     label: str | None = None
     thinned: bool = False
     turn: int | None = None
+    parent: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class SessionRecord(msgspec.Struct, frozen=True):

@@ -162,7 +162,7 @@ def _rows(
         if id in needed:
             continue
         needed.add(id)
-        parent = manifests[id].parent
+        parent = _parent(manifests[id], notes)
         if parent is not None and parent in manifests:
             wanted.append(parent)
     for id, record in records.items():
@@ -173,7 +173,8 @@ def _rows(
         writes.append(InsertSession(_gone(tenant, one, now)))
     for manifest in sorted((manifests[id] for id in needed), key=_age):
         note = notes.get(manifest.id)
-        parent = manifest.parent if manifest.parent in needed else None
+        parent = _parent(manifest, notes)
+        parent = parent if parent in needed else None
         writes.append(InsertSnapshot(_row(tenant, manifest, note, parent, now)))
     for id, record in records.items():
         head = heads[id]
@@ -188,6 +189,14 @@ def _rows(
             )
         )
     return writes
+
+
+def _parent(manifest: Snapshot, notes: dict[str, SnapshotNote]) -> str | None:
+    """Where a snapshot hangs in the tree."""
+    note = notes.get(manifest.id)
+    if note is None or isinstance(note.parent, msgspec.UnsetType):
+        return manifest.parent
+    return note.parent
 
 
 def _age(manifest: Snapshot) -> tuple[float, str]:

@@ -230,9 +230,11 @@ class Replicator:
             self._changed.add(session.id)
             self._wake.set()
 
-    def removed(self) -> None:
-        """A snapshot's row is gone: what the store has of it may go."""
+    def removed(self, session: str) -> None:
+        """A snapshot of a session is given up: its record is another, and what the store has of
+        the snapshot may go once its row is gone."""
         if self.settings.url is not None:
+            self._changed.add(session)
             self._wake.set()
 
     async def durable(self, snapshot: str, timeout: float) -> SnapshotRecord:
@@ -449,7 +451,7 @@ class Replicator:
         except SessionNotFound:
             return  # deleted: on the list of removals
         notes = [
-            SnapshotNote(one.id, one.label, one.thinned, one.turn)
+            SnapshotNote(one.id, one.label, one.thinned, one.turn, one.parent)
             for one in await database.list_snapshots(id)
             if one.durable_at is not None or one.id == sent
         ]

@@ -383,6 +383,7 @@ class Snapshots:
     async def remove(self, record: SnapshotRecord) -> None:
         """Remove a snapshot for the user now; what it shares or carries is freed when it can be."""
         await self._context.database.update_snapshot(record.id, hidden=True)
+        self._context.replicator.removed(record.session)
         self.collect_soon()
 
     def collect_soon(self) -> None:
@@ -409,7 +410,8 @@ class Snapshots:
     async def collect(self) -> int:
         """Remove rows, manifests, layers and images that nothing refers to; the bytes freed."""
         context = self._context
-        removed, any_removed = 1, False
+        removed = 1
+        sessions: set[str] = set()
         while removed:
             removed = 0
             for record in await context.database.removable_snapshots():
@@ -423,9 +425,10 @@ class Snapshots:
                 await asyncio.to_thread(context.store.delete_snapshot, record.id)
                 faultpoints.reach("collect.manifest")
                 removed += 1
-                any_removed = True
-        if any_removed:
-            context.replicator.removed()
+                sessions.add(record.session)
+        for session in sessions:
+            context.replicator.removed(session)
+        if sessions:
             context.source.forget(await context.database.durable_objects())
         async with context.guard.collecting():
             references = await context.database.references()
