@@ -24,6 +24,7 @@ from sojourn.errors import SessionNotFound
 from sojourn.lifecycle import Verb
 from sojourn.server.branches import Branches
 from sojourn.server.verbs import Verbs
+from support.durable import REPLICATION_POINTS  # tests/faults/test_replication_crashes.py
 from support.histories_machine import Machine, await_true
 from support.servers import ServerProcess, eventually
 
@@ -511,7 +512,7 @@ def pattern(name: ast.expr) -> str:
 
 
 def test_every_point_has_a_crash() -> None:
-    tried = {point.partition(":")[0] for _, point in POINTS}
+    tried = {point.partition(":")[0] for _, point in POINTS} | set(REPLICATION_POINTS)
     missing = {name for name in named_points() if not fnmatch.filter(tried, name)}
     assert not missing, f"add a case for {sorted(missing)}"
     verbs = {verb.value for verb in Verb if hasattr(Verbs, verb) or hasattr(Branches, verb)}

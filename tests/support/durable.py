@@ -99,19 +99,20 @@ def stored_bytes(place: Path) -> Counter[str]:
     return found
 
 
-def workers(server: ServerProcess) -> list[int]:
-    """The processes of a server that send to the object store."""
+def workers(store: str) -> list[int]:
+    """The processes that send to an object store, also those whose server is gone."""
     return [
         pid
         for pid in processes.all_pids()
-        if "sojourn.repository.worker" in processes.command_line(pid) and parent(pid) == server.pid
+        if "sojourn.repository.worker" in processes.command_line(pid)
+        and f"SOJOURN_STORE={store}" in environment(pid)
     ]
 
 
-def parent(pid: int) -> int:
-    """The parent of a process; 0 when it is gone."""
+def environment(pid: int) -> list[str]:
+    """The variables a process was started with; none when it is gone."""
     try:
-        after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(after.split()[1])
+        return []
+    return [os.fsdecode(one) for one in raw.split(b"\0")]
