@@ -6,15 +6,19 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sojourn.client import Session, Sojourn
-from sojourn.errors import ArchiveInvalid, NameTaken, StoreKeyInvalid
+from sojourn.errors import ArchiveInvalid, NameTaken, ResumeFailed, StoreKeyInvalid
+from sojourn.model import Limits, Policy
+from support.archives import Forger, with_memory
 from support.servers import ServerProcess, eventually
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(240)]
@@ -64,7 +68,9 @@ def counted(session: Session) -> int:
 def busy(client: Sojourn, **options: object) -> Session:
     """A session with a process that counts, a variable and files."""
     session = client.sessions.create(**options)  # type: ignore[arg-type]
-    session.exec("mkdir /root/d; echo kept > /root/d/file; ln /root/d/file /root/d/link")
+    session.exec(
+        "mkdir /root/d; echo kept > /root/d/file; ln /root/d/file /root/d/link; : > /root/count"
+    )
     assert session.run_code("value = 41; value").text == "41"
     session.spawn(COUNTER)
     eventually(lambda: counted(session) > 3)
@@ -191,6 +197,52 @@ def test_what_is_damaged_is_refused_and_leaves_nothing(
     assert there.sessions.import_(data, expect=told.digest.upper()).verify().ok
 
 
+def test_memory_of_another_runtime_comes_in_and_is_not_resumed(
+    here: Sojourn, there: Sojourn
+) -> None:
+    session = busy(here)
+    archive = io.BytesIO()
+    session.export(archive)
+    data = archive.getvalue()
+    foreign = with_memory(
+        data, lambda ref: msgspec.structs.replace(ref, runtime="runsc release-19990101.0")
+    )
+    made = there.sessions.import_(foreign)
+    with pytest.raises(ResumeFailed):
+        made.resume()
+    assert made.refresh().state == "suspended" and made.verify().ok
+    base = made.history()[0]
+    assert not base.memory
+    made.rollback(base)
+    assert made.exec("echo files alone").text == "files alone\n"
+    other = with_memory(data, lambda ref: msgspec.structs.replace(ref, cpu=["not_of_this_world"]))
+    made = there.sessions.import_(other)
+    with pytest.raises(ResumeFailed):
+        made.resume()
+
+
+def test_bounds_of_requests_hold_for_what_an_archive_says(there: Sojourn) -> None:
+    for bad in (
+        {"name": "no/name"},
+        {"labels": {"": "x"}},
+        {"env": {"A=B": "x"}},
+        {"limits": Limits(pids=1)},
+        {"policy": Policy(on_expiry="explode")},
+        {"template": "../etc"},
+        {"driver": ""},
+    ):
+        forger = Forger()
+        with pytest.raises(ArchiveInvalid):
+            there.sessions.import_(forger.finish(forger.snapshot(), **bad))
+    forger = Forger()
+    with pytest.raises(ArchiveInvalid):
+        there.sessions.import_(forger.finish(forger.snapshot(label="x" * 1000)))
+    forger = Forger()
+    with pytest.raises(ArchiveInvalid):
+        there.sessions.import_(forger.finish(forger.snapshot(created_at=float("nan"))))
+    assert there.sessions.list() == []
+
+
 def test_the_command_line(servers: tuple[ServerProcess, ...], tmp_path: Path) -> None:
     def sojourn(server: ServerProcess, *words: str, **more: object):  # type: ignore[no-untyped-def]
         environment = os.environ | {"SOJOURN_URL": server.url, "SOJOURN_TOKEN": server.token}
@@ -223,3 +275,25 @@ def test_the_command_line(servers: tuple[ServerProcess, ...], tmp_path: Path) ->
     for server in servers:
         for one in server.client().sessions.list():
             one.delete()
+
+
+def test_what_only_the_object_store_has_goes_along(there: Sojourn, tmp_path: Path) -> None:
+    """A server that was made anew from its object store has nothing on its own disk."""
+    store = (tmp_path / "objects").as_uri()
+    server = ServerProcess(tmp_path / "data", store=store)
+    session = busy(server.start(), name="far")
+    session.suspend(wait="durable")
+    server.kill()
+    shutil.rmtree(server.data)
+    words = ("recover", "--data", str(server.data), "--store", store)
+    subprocess.run([sys.executable, "-m", "sojourn.cli.main", *words], check=True)
+    try:
+        found = server.start().sessions.get("far")
+        archive = io.BytesIO()
+        found.export(archive)
+        assert [one.kind for one in found.events()][-1] == "export"
+        made = there.sessions.import_(archive.getvalue())
+        before = counted(made)
+        eventually(lambda: counted(made) > before)
+    finally:
+        server.remove()

@@ -22,12 +22,13 @@ from sojourn.repository.backends.archive_file import (
     ArchiveWriter,
 )
 from sojourn.repository.domains import Domain
+from sojourn.repository.images import ImageMap, encode_image
 from sojourn.repository.layers import segments_of
 from sojourn.repository.layers_out import publish_layer
 from sojourn.repository.packs import CHUNK_DATA, CHUNK_SEGMENT
 from sojourn.repository.repository import SHARED, Repository
-from sojourn.repository.sealed import SNAPSHOT
-from sojourn.repository.session_records import SessionRecord, SnapshotNote
+from sojourn.repository.sealed import IMAGE, SNAPSHOT, seal
+from sojourn.repository.session_records import SessionRecord, SnapshotNote, decode_snapshot
 from sojourn.repository.uploads import Upload
 from sojourn.store.fingerprints import fingerprint
 from sojourn.store.manifests import Entry, Manifest
@@ -78,7 +79,7 @@ def session_of(head: object, **changes: object) -> Session:
 
 
 def record_of(snapshots: Sequence[Snapshot], **changes: object) -> SessionRecord:
-    notes = [SnapshotNote(one.id, one.label) for one in snapshots]
+    notes = [SnapshotNote(id=one.id, label=one.label) for one in snapshots]
     return SessionRecord(
         session=session_of(snapshots[-1].id, **changes), snapshots=notes, written_at=0.0, owner=""
     )
@@ -229,3 +230,27 @@ class Forger:
         self.backend.finish()
         self._file.seek(0)
         return self._file.read()
+
+
+def with_memory(data: bytes, change: Callable[[MemoryRef], MemoryRef]) -> bytes:
+    """An archive that is not encrypted, whose memory images say otherwise of themselves."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+    file.write(data)
+    file.flush()
+    reader = ArchiveReader(file.fileno())
+    domain = Repository(reader, *config.open_existing(reader, None)).domain(DOMAIN)
+
+    def one(key: str, old: bytes) -> bytes:
+        place = key.encode()
+        if "/snapshots/" in key:
+            found = decode_snapshot(domain.get_object(SNAPSHOT, key), key.rpartition("/")[2])
+            if found.memory is not None:
+                found = msgspec.structs.replace(found, memory=change(found.memory))
+            return seal(SNAPSHOT, msgspec.msgpack.encode(found), domain.keys, place)
+        if "/images/" in key:
+            image = msgspec.msgpack.decode(domain.get_object(IMAGE, key), type=ImageMap)
+            image = msgspec.structs.replace(image, ref=change(image.ref))
+            return seal(IMAGE, encode_image(image), domain.keys, place)
+        return old
+
+    return changed(data, one)

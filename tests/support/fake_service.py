@@ -41,6 +41,7 @@ from sojourn.wire.api import (
     CodeRequest,
     CreateSession,
     DiffInfo,
+    DurabilityInfo,
     EventInfo,
     ExecRequest,
     ExecResult,
@@ -498,6 +499,14 @@ class FakeService:
             stdin="null" if request.stdin is None else "inline",
             input=request.stdin or b"",
         )
+
+    async def durable(
+        self, who: Principal, ref: str, snapshot: str | None, timeout: float
+    ) -> DurabilityInfo:
+        kept = self._find(who, ref)
+        if snapshot is not None:
+            self._snapshot_of(kept, snapshot)
+        return DurabilityInfo(kept.info.id, kept.info.head, True, 0, 0.0, None)
 
     async def export(
         self, who: Principal, ref: str, snapshot: str | None, secret: bytes | None

@@ -45,8 +45,9 @@ class Job(msgspec.Struct, frozen=True):
         return f"Job(record={self.record.session.id!r}, encrypted={self.secret is not None})"
 
 
-def _answer(job: Job) -> bytes:
+def _answer(frame: bytes) -> bytes:
     try:
+        job = msgspec.msgpack.decode(frame, type=Job)
         copies = StoredCopies(Path(job.store))
         written = write_archive(job.descriptor, job.record, job.snapshots, copies, job.secret)
         return encode_frame((written, None))
@@ -71,12 +72,11 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(
-        target=end_with_input, args=(sys.stdin.buffer, asked.put), daemon=True
-    ).start()
-    answer = _answer(msgspec.msgpack.decode(asked.get(), type=Job))
+    threading.Thread(target=end_with_input, args=(sys.stdin.buffer, asked.put), daemon=True).start()
+    answer = _answer(asked.get())
     sys.stdout.buffer.write(answer)
     sys.stdout.buffer.flush()
+    os._exit(0)  # the other thread still reads, and would be in the way of an orderly end
 
 
 if __name__ == "__main__":

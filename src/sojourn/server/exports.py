@@ -18,7 +18,15 @@ from typing import IO
 import msgspec
 
 from sojourn.database.records import SnapshotRecord
-from sojourn.errors import Conflict, ErrorBody, Interrupted, SojournError, from_body
+from sojourn.database.writes import AppendEvent
+from sojourn.errors import (
+    Conflict,
+    ErrorBody,
+    Interrupted,
+    SojournError,
+    StorageFull,
+    from_body,
+)
 from sojourn.model import Session, Snapshot
 from sojourn.repository.archive_checks import in_order
 from sojourn.repository.archive_worker import Job
@@ -110,7 +118,23 @@ class Exports:
             snapshots=len(snapshots),
             encrypted=secret is not None,
         )
+        await self._note(who, session=active.session, info=info)
         return Export(file, info)
+
+    async def _note(self, who: Principal, session: Session, info: ArchiveInfo) -> None:
+        """Who took it, in the event log. A full disk does not keep anyone from leaving it."""
+        with contextlib.suppress(StorageFull):
+            await self._context.database.append_event(
+                AppendEvent(
+                    session=session.id,
+                    kind="export",
+                    actor=who.actor,
+                    result="ok",
+                    details={"digest": info.digest, "snapshots": info.snapshots},
+                    before=info.snapshot,
+                    after=info.snapshot,
+                )
+            )
 
     async def _take_present(self, who: Principal, session: str) -> None:
         operation = await self._requests.snapshot(who, session, SnapshotRequest(), None)
@@ -148,7 +172,9 @@ class Exports:
         head = session.head if session.head in chosen else snapshots[-1].id
         record = SessionRecord(
             session=msgspec.structs.replace(session, head=head),
-            snapshots=[SnapshotNote(row.id, row.label, row.thinned) for row in rows],
+            snapshots=[
+                SnapshotNote(id=row.id, label=row.label, thinned=row.thinned) for row in rows
+            ],
             written_at=session.updated_at,
             owner="",
         )
@@ -180,7 +206,10 @@ async def _write(job: Job) -> Written:
         (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
         frame = await process.stdout.readexactly(length)
     except (OSError, EOFError) as error:
-        raise Interrupted("the process that writes the archive ended early") from error
+        raise Interrupted(
+            "the process that writes the archive ended early",
+            next_step="Export again; the server's log may tell more.",
+        ) from error
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -211,18 +211,19 @@ async def _receive(file: IO[bytes], chunks: AsyncIterator[bytes]) -> None:
     async for chunk in chunks:
         held += chunk
         if len(held) >= PIECE:
-            await asyncio.shield(asyncio.to_thread(write))
-    await asyncio.shield(asyncio.to_thread(write))
+            await _thread(write)
+    await _thread(write)
 
 
-async def _thread(work: Callable[[], T], stop: threading.Event) -> T:
+async def _thread(work: Callable[[], T], stop: threading.Event | None = None) -> T:
     """Work in a thread that is told to stop, and waited for, when this is given up: the file it
-    reads is closed then."""
+    uses is closed then."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        stop.set()
+        if stop is not None:
+            stop.set()
         await asyncio.wait({task})
         if not task.cancelled():
             task.exception()  # what it ended with is of no interest to anyone
