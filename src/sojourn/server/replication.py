@@ -119,15 +119,23 @@ class Replicator:
     # -- life -------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Open the repository. Raises StoreKeyInvalid, StoreRefused, IntegrityError; one that
-        cannot be reached now is tried again later."""
+        """Open the repository. Raises StoreKeyInvalid, and StoreRefused when it is not the one this
+        database speaks of; any failure when it is opened for the first time, but for one that
+        cannot be reached. A known one that fails does not keep the sessions from their users: it
+        is tried again, and told meanwhile."""
         if self.settings.url is None:
             return
+        self._known = await self._database.object_store()
         try:
             await self._greet(await self.repository())
-        except StoreUnreachable as error:
+        except StoreKeyInvalid:
+            raise
+        except SojournError as error:
+            passing = isinstance(error, StoreUnreachable)
+            if not passing and (self._known is None or "repository" in error.details):
+                raise
             self._error = error.message
-            log.warning("the object store cannot be reached yet: %s", error)
+            log.warning("the object store does not serve yet: %s", error)
 
     async def _greet(self, repository: Repository) -> None:
         """Say when the store holds sessions that this server's database has never heard of."""
@@ -153,10 +161,10 @@ class Replicator:
             try:
                 found = Repository.open(settings.url, settings.secret, create=known is None)
             except ObjectMissing as error:
-                raise _another(settings.url, "there is no repository any more") from error
+                raise _another(known, "there is no repository any more") from error
             if known is not None and found.config.id != known.repository:
                 found.close()
-                raise _another(settings.url, "another repository stands there now")
+                raise _another(known, "another repository stands there now")
             self._repository = found
             return found
 
@@ -187,6 +195,7 @@ class Replicator:
             raise StoreRefused(
                 f"{len(gone)} layers and memory images are only in the object store {known.url}",
                 next_step="Start with that one again, or delete the sessions that need them.",
+                repository=known.repository,
             )
 
     async def start(self) -> None:
@@ -306,6 +315,10 @@ class Replicator:
                 due = pause * random.uniform(0.5, 1.0)
                 pause = min(pause * 2, _RETRY_MOST)
                 self._wake.clear()  # what is new does not make an unreachable store reachable
+            except Exception as error:
+                # A fault in one round must not be the end of every copy.
+                log.exception("a fault in replication")
+                self._error, due = f"a fault: {error!r}", _RETRY_MOST
             if self._stopping:
                 return
             with contextlib.suppress(TimeoutError):
@@ -510,11 +523,13 @@ class Replicator:
             log.info("the local cache gave %d bytes back", freed)
 
 
-def _another(url: str, cause: str) -> StoreRefused:
+def _another(known: ObjectStore | None, cause: str) -> StoreRefused:
+    assert known is not None  # without it any repository is taken
     return StoreRefused(
-        f"{url} was this server's object store, and {cause}",
+        f"{known.url} was this server's object store, and {cause}",
         next_step="Bring it back (is its file system mounted?), or give another place (--store),"
         " to which everything is sent anew.",
+        repository=known.repository,
     )
 
 
