@@ -27,6 +27,7 @@ from sojourn.repository import config
 from sojourn.repository.backends.base import Backend, ObjectInfo
 from sojourn.repository.backends.opening import open_backend
 from sojourn.repository.config import Config
+from sojourn.repository.damages import read_damages
 from sojourn.repository.domains import Domain
 from sojourn.repository.images_in import read_image, restore_image
 from sojourn.repository.keys import Keyring
@@ -211,6 +212,11 @@ class Repository:
                 f"the object store has no snapshot {snapshot}", snapshot=snapshot
             ) from None
         return decode_snapshot(payload, snapshot)
+
+    def damages(self, tenant: str) -> dict[str, list[str]]:
+        """What a repair had to give up for lost, by snapshot. Raises IntegrityError."""
+        found = read_damages(self.domain(tenant))
+        return {id: damage.objects for id, damage in found.items()}
 
     def fetch_layer(self, domain: str, layer: str, into: Path) -> Manifest:
         """Make a layer's tree at `into`, proven. Raises IntegrityError, StoreUnreachable,

@@ -99,6 +99,8 @@ class _Recovery:
     async def _tenant(self, tenant: str) -> tuple[int, int]:
         records = await asyncio.to_thread(self._read_records, tenant)
         manifests = await asyncio.to_thread(self._read_manifests, tenant)
+        for id, lost in (await asyncio.to_thread(self._repository.damages, tenant)).items():
+            self._faults.append(f"snapshot {id} has lost {', '.join(lost)}")
         writes = _rows(tenant, records, manifests, time.time())
         kept = [write.snapshot for write in writes if isinstance(write, InsertSnapshot)]
         for row in kept:
