@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -241,6 +242,26 @@ def test_bounds_of_requests_hold_for_what_an_archive_says(there: Sojourn) -> Non
     with pytest.raises(ArchiveInvalid):
         there.sessions.import_(forger.finish(forger.snapshot(created_at=float("nan"))))
     assert there.sessions.list() == []
+
+
+def test_of_many_at_once_with_one_name_one_wins(
+    there: Sojourn, servers: tuple[ServerProcess, ...]
+) -> None:
+    forger = Forger()
+    data = forger.finish(forger.snapshot())
+    manifests = servers[1].data / "store" / "snapshots"
+    eventually(lambda: not list(manifests.iterdir()))
+
+    def attempt(_number: int) -> str:
+        try:
+            return there.sessions.import_(data, name="one").id
+        except NameTaken:
+            return ""
+
+    with ThreadPoolExecutor(6) as pool:
+        made = [id for id in pool.map(attempt, range(6)) if id]
+    assert [one.id for one in there.sessions.list()] == made and len(made) == 1
+    assert len(list(manifests.iterdir())) == 1
 
 
 def test_the_command_line(servers: tuple[ServerProcess, ...], tmp_path: Path) -> None:

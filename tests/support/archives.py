@@ -153,7 +153,7 @@ def entry(path: bytes, kind: str = "f", **facts: object) -> Entry:
     values: dict[str, object] = {
         "path": path,
         "type": kind,
-        "mode": 0o755,
+        "mode": 0o777 if kind == "l" else 0o755,
         "uid": 0,
         "gid": 0,
         "size": len(content) if kind == "f" else 0,
