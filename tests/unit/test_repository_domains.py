@@ -54,7 +54,6 @@ def test_keys_are_those_of_the_format():
     assert domain.image_key("abc") == f"ten_1/images/{CLOSED.object_name('images', 'abc')}"
     assert domain.snapshot_key("snp_1") == "ten_1/snapshots/snp_1"
     assert domain.session_key("ses_1") == "ten_1/sessions/ses_1"
-    assert domain.tenant_key == "ten_1/tenant"
     assert "abc" not in domain.layer_key("abc") + domain.image_key("abc")
     for act in (lambda: domain.key("config", "x"), lambda: domain.ids("keys")):
         with pytest.raises(ValueError):

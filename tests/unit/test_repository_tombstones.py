@@ -18,7 +18,7 @@ from sojourn.repository.tombstones import (
     Tombstones,
     decode_tombstone,
     encode_tombstone,
-    endangered,
+    names,
     swap,
     tombstone,
     write_tombstone,
@@ -78,15 +78,11 @@ def test_only_what_is_new_is_read_again(domain):
     assert read == [key]
 
 
-def test_what_is_named_is_endangered_and_not_found_any_more(domain):
+def test_what_is_named_is_not_found_any_more(domain):
     write_tombstone(domain, tombstone(NAMED, [b"1" * 32], [LAYER]))
     found = Tombstones(domain).look()
     assert b"1" * 32 in domain.index.excluded
-    danger = endangered(found, [LAYER, "other"], [b"1" * 32, b"2" * 32])
-    assert danger.roots == {LAYER}
-    assert danger.packs == {b"1" * 32}
-    assert danger
-    assert not endangered(found, ["other"], [b"2" * 32])
+    assert names(found) == ({LAYER}, {b"1" * 32})
 
 
 @pytest.mark.parametrize(

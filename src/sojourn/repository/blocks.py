@@ -22,7 +22,6 @@ from sojourn.repository.records import (
     BLOCK_LIMITS,
     COMPRESSED,
     META,
-    SEAL_BYTES,
     PackInfo,
     pack_key,
 )
@@ -98,11 +97,6 @@ def open_block(stored: bytes | memoryview, pack: PackInfo, number: int, keys: Do
         return decompress(body, block.raw)
     except ValueError as error:
         raise damaged(keys, pack, number, f"is damaged: {error}") from None
-
-
-def stored_limit(raw: int, keys: DomainKeys) -> int:
-    """The most bytes a block of `raw` bytes takes in a pack."""
-    return raw + (SEAL_BYTES if keys.sealing is not None else 0)
 
 
 def digest(stored: Raw) -> bytes:

@@ -1,8 +1,8 @@
 """What is known to be lost: a mark beside each snapshot that cannot be restored whole any more.
 
 Guarantee: a loss that a repair could not make good is written down before anything else is done
-about it, named to every reader, listed by every check, and goes away only when the chunks are back
-or the snapshot is deleted.
+about it, named by recoveries, listed by every check, and goes away only when the chunks are back or
+the snapshot is deleted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import msgspec
 from sojourn.errors import IntegrityError, ObjectMissing
 from sojourn.repository.domains import DAMAGED, Domain
 from sojourn.repository.sealed import DAMAGE
-from sojourn.store.snapshots import object_name
 
 NAME_BYTES = 32
-_SHOWN = 3
 
 
 class Damage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,20 +78,3 @@ def read_damages(domain: Domain) -> dict[str, Damage]:
         if damage is not None:
             found[damage.snapshot] = damage
     return found
-
-
-def require_whole(domain: Domain, snapshot: str) -> None:
-    """For readers: raises IntegrityError naming what a damaged snapshot has lost."""
-    damage = read_damage(domain, snapshot)
-    if damage is None:
-        return
-    shown = ", ".join(damage.objects[:_SHOWN])
-    more = f" and {len(damage.objects) - _SHOWN} more" if len(damage.objects) > _SHOWN else ""
-    name = object_name(snapshot)
-    raise IntegrityError(
-        f"{name} is damaged in the object store: {shown}{more} cannot be had.",
-        object=name,
-        lost=damage.objects,
-        next_step="Restore another snapshot; `sojourn store repair` tries again with what "
-        "this node still has.",
-    )

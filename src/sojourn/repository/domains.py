@@ -95,11 +95,6 @@ class Domain:
         """The key of a session's record."""
         return self.key(SESSIONS, session)
 
-    @property
-    def tenant_key(self) -> str:
-        """The key of the tenant's name."""
-        return f"{self.name}/tenant"
-
     def copies_prefix(self, key: str) -> str:
         """Where the copies of a layer or image lie whose own key is `key`. They are written while
         a tombstone names that key: whoever removes it may do so at any time, and would take what

@@ -66,11 +66,6 @@ def root_name(key: str) -> str:
     return parts[2]
 
 
-def domain_of_layer(number: int, own: Domain, shared: Domain) -> Domain:
-    """Where a snapshot's layer of this number lies: the lowest is its template's."""
-    return own if number else shared
-
-
 def decode_snapshot(payload: bytes, key: str) -> Snapshot:
     """A snapshot from its payload, proven by its fingerprint. Raises IntegrityError."""
     name = snapshot_object(key.rpartition("/")[2])

@@ -58,16 +58,6 @@ class Found(NamedTuple):
     tombstone: Tombstone
 
 
-class Endangered(NamedTuple):
-    """What somebody relies on and tombstones name."""
-
-    roots: frozenset[str]
-    packs: frozenset[bytes]
-
-    def __bool__(self) -> bool:
-        return bool(self.roots or self.packs)
-
-
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Tombstone)
 
@@ -142,18 +132,6 @@ def names(found: Iterable[Found]) -> tuple[set[str], set[bytes]]:
         roots.update(each.tombstone.roots)
         packs.update(each.tombstone.pack_ids())
     return roots, packs
-
-
-def endangered(found: Iterable[Found], roots: Iterable[str], packs: Iterable[bytes]) -> Endangered:
-    """Which of these root objects (keys) and packs (ids) a tombstone names.
-
-    For a publisher: `packs` are all that its snapshot needs, those it wrote itself included.
-    """
-    dead_roots, dead_packs = names(found)
-    return Endangered(
-        frozenset(key for key in roots if key in dead_roots),
-        frozenset(id for id in packs if id in dead_packs),
-    )
 
 
 def read_tombstone(domain: Domain, key: str) -> tuple[Tombstone, str]:
