@@ -11,6 +11,7 @@ was cut off; neither are those that a tombstone names.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,8 @@ from sojourn.repository.marking import SHARED, each, read_snapshots
 from sojourn.repository.needs import add_image, add_layer
 from sojourn.repository.packs import contents, parse_records, read_footer
 from sojourn.repository.records import MAX_PACK, PackInfo
+from sojourn.repository.sealed import SESSION, TENANT
+from sojourn.repository.session_records import decode_session, decode_tenant
 from sojourn.repository.tombstones import Tombstones, names
 from sojourn.store.images import object_name as image_object
 from sojourn.store.layers import object_name as layer_object
@@ -85,6 +88,7 @@ def check(
         yield from place.read_indexes()
     for name, place in checks.items():
         yield from place.read_snapshots(checks[shared])
+        yield from place.read_sessions()
         if name == shared:
             place.complete = wanted >= set(lying)
     for place in checks.values():
@@ -158,6 +162,30 @@ class _DomainCheck:
         for id, error in faults.items():
             found = self.problem(snapshot_object(id), error.message)
             yield msgspec.structs.replace(found, snapshots=[id])
+
+    def read_sessions(self) -> Iterator[Problem]:
+        """The records a recovery begins with: sessions', and their tenant's."""
+        found: list[Problem] = []
+
+        def one(key: str) -> None:
+            id = key.rpartition("/")[2]
+            try:
+                with contextlib.suppress(ObjectMissing):  # deleted since the listing
+                    decode_session(self.domain.get_object(SESSION, key), id)
+            except IntegrityError as error:
+                problem = self.problem(key, error.message)
+                found.append(msgspec.structs.replace(problem, sessions=[id]))
+
+        keys = [info.key for info in self.domain.ids("sessions")]
+        each(keys, one)
+        yield from sorted(found, key=lambda problem: problem.object)
+        if not keys:
+            return
+        key = f"tenants/{self.domain.name}"
+        try:
+            decode_tenant(self.domain.get_object(TENANT, key), self.domain.name)
+        except (IntegrityError, ObjectMissing) as error:
+            yield self.problem(key, error.message)
 
     def _marked(self, snapshot: Snapshot) -> Iterator[Problem]:
         name = snapshot_object(snapshot.id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -72,12 +72,16 @@ class Repository:
         *,
         create: bool = False,
         options: Mapping[str, str] | None = None,
+        opening: Callable[[Backend], None] | None = None,
     ) -> Repository:
-        """Open the repository at a URL; with `create` it is made where there is none.
+        """Open the repository at a URL; with `create` it is made where there is none. `opening` is
+        given the backend before anything is asked of it: closing it ends the waiting.
 
         Raises ObjectMissing (there is none), StoreKeyInvalid, StoreUnreachable, StoreRefused.
         """
         backend = open_backend(url, options=options)
+        if opening is not None:
+            opening(backend)
         try:
             if create:
                 settings, keyring = config.create(backend, secret)
@@ -183,10 +187,17 @@ class Repository:
 
     def tenants(self) -> Iterator[TenantRecord]:
         """Every tenant that ever sent something. Raises IntegrityError."""
-        for info in self.backend.list(f"{TENANTS}/"):
-            tenant = info.key.rpartition("/")[2]
-            payload = self.domain(tenant).get_object(TENANT, info.key)
-            yield decode_tenant(payload, tenant)
+        for tenant in self.tenant_ids():
+            yield self.read_tenant(tenant)
+
+    def tenant_ids(self) -> list[str]:
+        """The tenants with a record, readable or not."""
+        return [_last(info) for info in self.backend.list(f"{TENANTS}/")]
+
+    def read_tenant(self, tenant: str) -> TenantRecord:
+        """A tenant's record. Raises ObjectMissing, IntegrityError."""
+        payload = self.domain(tenant).get_object(TENANT, _tenant_key(tenant))
+        return decode_tenant(payload, tenant)
 
     def session_ids(self, tenant: str) -> list[str]:
         """The sessions with a record."""

@@ -20,10 +20,11 @@ from sojourn.database import open_database
 from sojourn.database.base import Database
 from sojourn.database.records import ObjectStore, SnapshotRecord
 from sojourn.database.writes import AppendEvent, InsertSession, InsertSnapshot, Write
-from sojourn.errors import Conflict, IntegrityError, SojournError
+from sojourn.errors import Conflict, IntegrityError, ObjectMissing, SojournError
 from sojourn.model import Limits, Policy, Session, SessionState, Snapshot
-from sojourn.repository.repository import Repository
-from sojourn.repository.session_records import SessionRecord, SnapshotNote
+from sojourn.repository.inventory import survey
+from sojourn.repository.repository import SHARED, Repository
+from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
 from sojourn.server.data import data_lock
 from sojourn.server.sources import RepositorySource
 from sojourn.store.local import LocalStore
@@ -82,7 +83,7 @@ class _Recovery:
 
     async def run(self) -> Recovered:
         sessions = snapshots = 0
-        tenants = await asyncio.to_thread(lambda: list(self._repository.tenants()))
+        tenants = await asyncio.to_thread(self._read_tenants)
         existing = await self._database.list_tenants()
         known, names = {one.id for one in existing}, {one.name for one in existing}
         for tenant in sorted(tenants, key=lambda one: one.created_at):
@@ -118,6 +119,21 @@ class _Recovery:
             await asyncio.to_thread(self._repository.put_session, record, take_over=True)
         await self._database.commit(writes)
         return len(live), len(kept)
+
+    def _read_tenants(self) -> list[TenantRecord]:
+        """Every tenant that has something. One whose record cannot be read keeps its id for a
+        name: its sessions are not lost with it."""
+        stored = self._repository.tenant_ids()
+        lying = survey(self._repository.backend)
+        others = {id for id, found in lying.items() if found.snapshots} - {SHARED}
+        found = []
+        for id in dict.fromkeys([*stored, *sorted(others)]):
+            try:
+                found.append(self._repository.read_tenant(id))
+            except (IntegrityError, ObjectMissing) as error:
+                self._faults.append(f"the name of tenant {id}: {error.message}")
+                found.append(TenantRecord(id, id, 0.0))
+        return found
 
     def _read_records(self, tenant: str) -> dict[str, SessionRecord]:
         found = {}

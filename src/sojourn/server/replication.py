@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar, cast
 
 import msgspec
 from blake3 import blake3
@@ -41,6 +42,7 @@ from sojourn.errors import (
     Unsupported,
 )
 from sojourn.model import Session, SessionState, SnapshotKind
+from sojourn.repository.backends.base import Backend
 from sojourn.repository.copies import StoredCopies
 from sojourn.repository.repository import Repository
 from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
@@ -53,7 +55,10 @@ log = logging.getLogger(__name__)
 
 _RETRY_FIRST, _RETRY_MOST = 1.0, 60.0
 _LOOK_SECONDS = 30.0
+_OPEN_SECONDS = 10.0  # a start waits so long for a store that does not answer
 _BATCH = 50
+
+T = TypeVar("T")
 
 
 class StoreSettings(msgspec.Struct, frozen=True):
@@ -90,11 +95,13 @@ class Replicator:
         self._repository: Repository | None = None
         self._known: ObjectStore | None = None
         self._opening = threading.Lock()
+        self._backend: Backend | None = None  # of a repository that is just being opened
         self._wake = asyncio.Event()
         self._hurry: set[str] = set()
         self._changed: set[str] = set()
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._meeting: asyncio.Task[None] | None = None  # an opening that takes long
         self._tenants: set[str] = set()
         self._skip: dict[str, tuple[float, float, str]] = {}
         self._error: str | None = None
@@ -126,8 +133,16 @@ class Replicator:
         if self.settings.url is None:
             return
         self._known = await self._database.object_store()
+        opening = asyncio.create_task(self._meet(), name="open the object store")
         try:
-            await self._greet(await self.repository())
+            async with asyncio.timeout(_OPEN_SECONDS):
+                await asyncio.shield(opening)
+        except TimeoutError:
+            # Whoever waits for the server does not wait for a store that does not answer.
+            opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._meeting = opening
+            self._error = f"the object store has not answered within {_OPEN_SECONDS:g} s"
+            log.warning("%s; it is waited for in the background", self._error)
         except StoreKeyInvalid:
             raise
         except SojournError as error:
@@ -136,6 +151,9 @@ class Replicator:
                 raise
             self._error = error.message
             log.warning("the object store does not serve yet: %s", error)
+
+    async def _meet(self) -> None:
+        await self._greet(await self.repository())
 
     async def _greet(self, repository: Repository) -> None:
         """Say when the store holds sessions that this server's database has never heard of."""
@@ -154,12 +172,17 @@ class Replicator:
         settings = self.settings
         if settings.url is None:
             raise _nowhere()
-        with self._opening:
+        while not self._opening.acquire(timeout=0.2):
+            self._check_stopping()  # who opens it may have to wait for long
+        try:
+            self._check_stopping()
             if self._repository is not None:
                 return self._repository
             known = self._known if self._known and self._known.url == settings.url else None
             try:
-                found = Repository.open(settings.url, settings.secret, create=known is None)
+                found = Repository.open(
+                    settings.url, settings.secret, create=known is None, opening=self._note_backend
+                )
             except ObjectMissing as error:
                 raise _another(known, "there is no repository any more") from error
             if known is not None and found.config.id != known.repository:
@@ -167,13 +190,25 @@ class Replicator:
                 raise _another(known, "another repository stands there now")
             self._repository = found
             return found
+        finally:
+            self._backend = None
+            self._opening.release()
+
+    def _note_backend(self, backend: Backend) -> None:
+        self._backend = backend
+        if self._stopping:
+            backend.close()
+
+    def _check_stopping(self) -> None:
+        if self._stopping and self._repository is None:
+            raise Interrupted("the server stops", next_step="")
 
     async def repository(self) -> Repository:
         """`open_repository` for coroutines."""
         if self._repository is not None:
             return self._repository
         self._known = await self._database.object_store()
-        found = await asyncio.to_thread(self.open_repository)
+        found = await _in_daemon(self.open_repository)
         assert self.settings.url is not None
         store = ObjectStore(self.settings.url, found.config.id)
         if self._known is not None and self._known.repository != store.repository:
@@ -217,7 +252,13 @@ class Replicator:
         self._wake.set()
         if self._task is not None:
             await self._sender.close()
+        if self._meeting is not None:
+            self._meeting.cancel()
+        if (backend := self._backend) is not None:
+            backend.close()  # it is being opened: no further try
         if self._task is not None:
+            if self._repository is None:
+                self._task.cancel()
             await asyncio.wait({self._task})
             self._task = None
         for waiting in self._waiting.values():
@@ -521,6 +562,32 @@ class Replicator:
             )
         if freed:
             log.info("the local cache gave %d bytes back", freed)
+
+
+async def _in_daemon(call: Callable[[], T]) -> T:
+    """A call in a thread that the end of the process does not wait for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="open the object store", daemon=True).start()
+    return await future
 
 
 def _another(known: ObjectStore | None, cause: str) -> StoreRefused:

@@ -6,12 +6,13 @@ removed from the node on a mere hope.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sojourn.database.records import DurableObjects, SnapshotRecord
-from sojourn.errors import IntegrityError
+from sojourn.errors import IntegrityError, ObjectMissing
 from sojourn.model.snapshots import MemoryRef
 from sojourn.repository.repository import SHARED, Repository
 from sojourn.store.manifests import Manifest
@@ -78,7 +79,8 @@ class RepositorySource:
         if domain is None:
             name = f"layer {id}"
             raise IntegrityError(f"{name} is not in the object store.", object=name)
-        return self._repository().fetch_layer(domain, id, into)
+        with _there():
+            return self._repository().fetch_layer(domain, id, into)
 
     def fetch_image(
         self, id: str, into: Path, cached: Sequence[tuple[MemoryRef, Path]]
@@ -88,4 +90,19 @@ class RepositorySource:
         if domain is None:
             name = f"memory {id}"
             raise IntegrityError(f"{name} is not in the object store.", object=name)
-        return self._repository().fetch_image(domain, id, into, cached)
+        with _there():
+            return self._repository().fetch_image(domain, id, into, cached)
+
+
+@contextlib.contextmanager
+def _there() -> Iterator[None]:
+    """What counts as durable and is missing was lost by the object store."""
+    try:
+        yield
+    except ObjectMissing as error:
+        key = error.details.get("key")
+        raise IntegrityError(
+            f"The object store has lost {key}.",
+            object=key,
+            next_step="`sojourn store repair` brings back what a node still has.",
+        ) from error
