@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sojourn.database import open_database
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 DEFAULT_TENANT = "default"
 # A stop waits so long for what runs in the background; the next server takes up what did not end.
 _SETTLE_SECONDS = 10.0
+# Threads for what blocks. Many may wait for an object store that does not answer, minutes each; by
+# the usual number, a few more than processors, they would hold up all other sessions.
+_THREADS = 64
 
 
 def make_drivers(data: Path) -> dict[str, Driver]:
@@ -80,6 +84,7 @@ async def open_service(data: Path, objects: StoreSettings | None = None) -> Asyn
         raise HostUnfit("the node agent must run as root", next_step="Run it as root.")
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     data = data.resolve()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "sojourn"))
     async with contextlib.AsyncExitStack() as opened:
         opened.enter_context(data_lock(data))
         database = await open_database(data / "sojourn.db")
