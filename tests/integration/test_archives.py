@@ -19,6 +19,7 @@ import pytest
 from sojourn.client import Session, Sojourn
 from sojourn.errors import ArchiveInvalid, NameTaken, ResumeFailed, StoreKeyInvalid
 from sojourn.model import Limits, Policy
+from sojourn.wire.api import ArchiveInfo
 from support.archives import Forger, with_memory
 from support.servers import ServerProcess, eventually
 
@@ -78,6 +79,16 @@ def busy(client: Sojourn, **options: object) -> Session:
     return session
 
 
+@pytest.fixture(scope="module")
+def exported(servers: tuple[ServerProcess, ...]) -> tuple[bytes, ArchiveInfo]:
+    """An archive of a session with processes, and what was told of it."""
+    session = busy(servers[0].client())
+    archive = io.BytesIO()
+    told = session.export(archive)
+    session.delete()
+    return archive.getvalue(), told
+
+
 def test_a_session_goes_on_elsewhere(here: Sojourn, there: Sojourn, tmp_path: Path) -> None:
     session = busy(here, name="mover", labels={"kind": "test"}, env={"A": "b"})
     marked = session.snapshot("marked")
@@ -129,6 +140,8 @@ def test_an_archive_gives_independent_sessions(
     first = there.sessions.import_(tmp_path / "archive", key=SECRET)
     with pytest.raises(NameTaken):
         there.sessions.import_(tmp_path / "archive", key=SECRET)
+    with pytest.raises(NameTaken):  # told before the archive is sent
+        there.sessions.import_(tmp_path / "archive", name="twice", key=SECRET)
     with (tmp_path / "archive").open("rb") as file:
         second = there.sessions.import_(file, name="other", key=SECRET)
     assert first.id != second.id and second.name == "other"
@@ -164,13 +177,9 @@ def test_one_snapshot_and_back_to_its_own_server(here: Sojourn) -> None:
 
 
 def test_what_is_damaged_is_refused_and_leaves_nothing(
-    here: Sojourn, there: Sojourn, servers: tuple[ServerProcess, ...], tmp_path: Path
+    there: Sojourn, servers: tuple[ServerProcess, ...], exported: tuple[bytes, ArchiveInfo]
 ) -> None:
-    session = here.sessions.create()
-    session.exec("head -c 300000 /dev/urandom > /root/noise")
-    archive = io.BytesIO()
-    told = session.export(archive)
-    data = archive.getvalue()
+    data, told = exported
 
     def objects() -> int:
         store = servers[1].data / "store"
@@ -199,12 +208,9 @@ def test_what_is_damaged_is_refused_and_leaves_nothing(
 
 
 def test_memory_of_another_runtime_comes_in_and_is_not_resumed(
-    here: Sojourn, there: Sojourn
+    there: Sojourn, exported: tuple[bytes, ArchiveInfo]
 ) -> None:
-    session = busy(here)
-    archive = io.BytesIO()
-    session.export(archive)
-    data = archive.getvalue()
+    data, _ = exported
     foreign = with_memory(
         data, lambda ref: msgspec.structs.replace(ref, runtime="runsc release-19990101.0")
     )
