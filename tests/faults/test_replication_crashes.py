@@ -19,6 +19,7 @@ from sojourn.errors import SojournError, StoreUnreachable
 from sojourn.repository.checks import check
 from sojourn.repository.repository import Repository
 from support.durable import REPLICATION_POINTS, moved, objects, settled, workers
+from support.object_stores import FaultProxy, S3Server, s3_options
 from support.servers import ServerProcess, eventually
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(240)]
@@ -229,6 +230,27 @@ def test_a_server_that_is_told_to_stop_does_not_wait_for_what_is_sent(
     assert there.keys() <= packs(store).keys()
     prove(store, session)
     session.delete()
+
+
+@pytest.mark.parametrize("silent", [True, False], ids=["silent", "refusing"])
+def test_a_bucket_that_does_not_answer_holds_up_neither_start_nor_stop(
+    tmp_path: Path, silent: bool
+) -> None:
+    """With the usual patience, which is minutes."""
+    with S3Server.running() as s3, FaultProxy.before(s3.url) as proxy:
+        options = s3_options(proxy.url, timeout=60, patience=600)
+        server = ServerProcess(tmp_path / "data", store=f"s3://{s3.make_bucket()}/place")
+        proxy.partition(silent=silent)
+        client = server.start(**options)
+        try:
+            session = client.sessions.create()
+            assert session.exec("echo on").text == "on\n"
+            assert client.status().objects.error
+            session.delete()
+            os.kill(server.pid, signal.SIGTERM)
+            assert server.wait(timeout=60) == 0
+        finally:
+            server.kill()
 
 
 def test_after_all_of_it_the_store_alone_is_enough(
