@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -211,7 +212,10 @@ def test_a_changed_key_opens_everything_and_the_old_one_nothing(
             key for key, facts in listing(place_of(encrypted)).items() if packs.get(key) != facts
         }
         assert {Path(key).parent.name for key in changed} == {"keys"}
-        # The server that runs goes on; the next one needs the new key.
+        # The server that runs goes on, also where it starts its sending process anew; the next one
+        # needs the new key.
+        for pid in workers(encrypted.store):
+            os.kill(pid, signal.SIGKILL)
         session.resume().run_code("x += 1")
         session.suspend(wait="durable")
         encrypted.stop()

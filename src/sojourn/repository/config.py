@@ -143,6 +143,12 @@ def open_existing(backend: Backend, secret: bytes | None) -> tuple[Config, Keyri
     return stored.config, Keyring(root, True)
 
 
+def read(backend: Backend) -> Config:
+    """What a repository says of itself, which no key proves. Raises ObjectMissing,
+    IntegrityError."""
+    return _read_config(backend).config
+
+
 def rotate(backend: Backend, old: bytes, new: bytes) -> None:
     """Change the operator's secret: wrap the root key anew, prove that it opens, and only then
     remove the other wrappings. Cut off anywhere, the old secret, the new one or both open.

@@ -112,6 +112,11 @@ class Keyring(_Hidden):
     def __repr__(self) -> str:
         return f"<Keyring, {'encrypted' if self.encrypted else 'not encrypted'}>"
 
+    @property
+    def root_key(self) -> bytes:
+        """The root key itself, for another process of ours that works on the same repository."""
+        return self._root
+
     def domain(self, name: str) -> DomainKeys:
         """The keys of a domain. Raises InvalidRequest where the name cannot be one."""
         found = self._domains.get(name)

@@ -17,7 +17,6 @@ import msgspec
 from sojourn.errors import (
     Conflict,
     IntegrityError,
-    Interrupted,
     ObjectMissing,
     SnapshotNotFound,
     StaleEpoch,
@@ -56,9 +55,9 @@ class Repository:
     """An opened repository. Methods may be called from many threads."""
 
     def __init__(self, backend: Backend, settings: Config, keyring: Keyring) -> None:
-        self.backend = _Interruptible(backend)
+        self.backend = backend
         self.config = settings
-        self._keyring = keyring
+        self.keyring = keyring
         self._domains: dict[str, Domain] = {}
         self._watches: dict[str, Watch] = {}
         self._pushing = threading.Lock()
@@ -97,10 +96,6 @@ class Repository:
         """Where it is, without credentials."""
         return self.backend.url
 
-    def interrupt(self) -> None:
-        """Let everything under way and to come end with Interrupted, at its next request."""
-        self.backend.interrupted = True
-
     def close(self) -> None:
         """Let go of the store. Idempotent."""
         self.backend.close()
@@ -110,7 +105,7 @@ class Repository:
         with self._lock:
             found = self._domains.get(name)
             if found is None:
-                found = self._domains[name] = Domain(self.backend, self._keyring.domain(name))
+                found = self._domains[name] = Domain(self.backend, self.keyring.domain(name))
             return found
 
     # -- out --------------------------------------------------------------------------------
@@ -246,52 +241,6 @@ class Repository:
             with contextlib.suppress(ObjectMissing, IntegrityError):
                 maps.append((read_image(place, ref.id), files))
         return restore_image(place, image, into, maps)
-
-
-class _Interruptible:
-    """A backend that refuses every call once it is told to."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.interrupted = False
-
-    def _check(self) -> Backend:
-        if self.interrupted:
-            raise Interrupted("the server stops", next_step="")
-        return self._backend
-
-    @property
-    def url(self) -> str:
-        return self._backend.url
-
-    def put(
-        self, key: str, data: bytes, *, create: bool = False, replaces: str | None = None
-    ) -> str:
-        return self._check().put(key, data, create=create, replaces=replaces)
-
-    def get(self, key: str, *, limit: int | None = None) -> tuple[bytes, str]:
-        return self._check().get(key, limit=limit)
-
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        return self._check().get_ranges(key, ranges)
-
-    def get_tail(self, key: str, length: int) -> tuple[bytes, int]:
-        return self._check().get_tail(key, length)
-
-    def head(self, key: str) -> ObjectInfo:
-        return self._check().head(key)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._check().list(prefix)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        self._check().delete(keys)
-
-    def now(self) -> float:
-        return self._check().now()
-
-    def close(self) -> None:
-        self._backend.close()
 
 
 def _tenant_key(tenant: str) -> str:

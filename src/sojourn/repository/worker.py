@@ -25,9 +25,12 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from sojourn.errors import SojournError, StorageFull, StoreRefused, to_body
+from sojourn.errors import ObjectMissing, SojournError, StorageFull, StoreRefused, to_body
 from sojourn.model.snapshots import Snapshot
+from sojourn.repository import config
+from sojourn.repository.backends.opening import open_backend
 from sojourn.repository.copies import StoredCopies
+from sojourn.repository.keys import Keyring
 from sojourn.repository.repository import Repository
 from sojourn.repository.session_records import SessionRecord, TenantRecord
 
@@ -39,12 +42,14 @@ _NICE = 10
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What a worker works on: the repository's URL, secret and id, the node's store."""
+    """What a worker works on: a repository, and the node's store. It is given the root key that the
+    server has, not the operator's secret, which may have been changed since."""
 
     url: str
-    secret: bytes | None
     store: str
     repository: str
+    root: bytes
+    encrypted: bool
 
     def __repr__(self) -> str:
         return f"Start(url={self.url!r})"
@@ -103,13 +108,23 @@ class _Worker:
 
     def _opened(self) -> Repository:
         if self._repository is None:
-            start = self._start
-            found = Repository.open(start.url, start.secret)
-            if found.config.id != start.repository:
-                found.close()
-                raise StoreRefused(f"another repository stands at {start.url} now")
-            self._repository = found
+            self._repository = self._open()
         return self._repository
+
+    def _open(self) -> Repository:
+        start = self._start
+        backend = open_backend(start.url)
+        try:
+            found = config.read(backend)
+            if (found.id, found.encrypted) != (start.repository, start.encrypted):
+                raise StoreRefused(f"another repository stands at {start.url} now")
+        except ObjectMissing as error:
+            backend.close()
+            raise StoreRefused(f"there is no repository at {start.url} any more") from error
+        except BaseException:
+            backend.close()
+            raise
+        return Repository(backend, found, Keyring(start.root, start.encrypted))
 
     def _push(self, asked: Push) -> int:
         return self._opened().push(asked.tenant, asked.snapshot, self._copies, asked.parent)

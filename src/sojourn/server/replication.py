@@ -17,36 +17,34 @@ import contextlib
 import logging
 import math
 import random
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, cast
 
 import msgspec
 from blake3 import blake3
 
 from sojourn import faultpoints
 from sojourn.database.base import Database
-from sojourn.database.records import ObjectStore, SnapshotRecord
+from sojourn.database.records import SnapshotRecord
 from sojourn.errors import (
     Interrupted,
-    ObjectMissing,
     SessionNotFound,
     SnapshotNotFound,
     SojournError,
     StaleEpoch,
+    StorageFull,
     StoreKeyInvalid,
     StoreRefused,
     StoreUnreachable,
     Unsupported,
 )
 from sojourn.model import Session, SessionState, SnapshotKind
-from sojourn.repository.backends.base import Backend
-from sojourn.repository.copies import StoredCopies
 from sojourn.repository.repository import Repository
 from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
 from sojourn.server.guards import StoreGuard
+from sojourn.server.opening import StoreOpening
+from sojourn.server.pauses import Pauses
 from sojourn.server.sender import Sender
 from sojourn.server.sources import RepositorySource
 from sojourn.store.local import LocalStore
@@ -55,10 +53,8 @@ log = logging.getLogger(__name__)
 
 _RETRY_FIRST, _RETRY_MOST = 1.0, 60.0
 _LOOK_SECONDS = 30.0
-_OPEN_SECONDS = 10.0  # a start waits so long for a store that does not answer
+_AT_ONCE = 0.02
 _BATCH = 50
-
-T = TypeVar("T")
 
 
 class StoreSettings(msgspec.Struct, frozen=True):
@@ -90,20 +86,17 @@ class Replicator:
 
     def __init__(self, database: Database, settings: StoreSettings, root: Path) -> None:
         self._database = database
-        self._root = root
         self.settings = settings
-        self._repository: Repository | None = None
-        self._known: ObjectStore | None = None
-        self._opening = threading.Lock()
-        self._backend: Backend | None = None  # of a repository that is just being opened
+        self._opening: StoreOpening | None = None
+        if settings.url is not None:
+            self._opening = StoreOpening(database, settings.url, settings.secret, root)
         self._wake = asyncio.Event()
         self._hurry: set[str] = set()
         self._changed: set[str] = set()
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._task: asyncio.Task[None] | None = None
-        self._meeting: asyncio.Task[None] | None = None  # an opening that takes long
         self._tenants: set[str] = set()
-        self._skip: dict[str, tuple[float, float, str]] = {}
+        self._snapshots, self._sessions = Pauses(), Pauses()
         self._error: str | None = None
         self._sent = 0
         self._stopping = False
@@ -117,8 +110,9 @@ class Replicator:
     ) -> None:
         """Say where snapshots come from. `in_use` gives the layers and images of sandboxes."""
         self._store = store
-        if self.settings.url is not None:
-            self._sender = Sender(self.settings.url, self.settings.secret, store.root)
+        if self._opening is not None and self.settings.url is not None:
+            self._sender = Sender(self.settings.url, store.root)
+            self._opening.on_change = source.forget
         self._source = source
         self._guard = guard
         self._in_use = in_use
@@ -126,112 +120,17 @@ class Replicator:
     # -- life -------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Open the repository. Raises StoreKeyInvalid, and StoreRefused when it is not the one this
-        database speaks of; any failure when it is opened for the first time, but for one that
-        cannot be reached. A known one that fails does not keep the sessions from their users: it
-        is tried again, and told meanwhile."""
-        if self.settings.url is None:
-            return
-        self._known = await self._database.object_store()
-        opening = asyncio.create_task(self._meet(), name="open the object store")
-        try:
-            async with asyncio.timeout(_OPEN_SECONDS):
-                await asyncio.shield(opening)
-        except TimeoutError:
-            # Whoever waits for the server does not wait for a store that does not answer.
-            opening.add_done_callback(lambda task: task.cancelled() or task.exception())
-            self._meeting = opening
-            self._error = f"the object store has not answered within {_OPEN_SECONDS:g} s"
-            log.warning("%s; it is waited for in the background", self._error)
-        except StoreKeyInvalid:
-            raise
-        except SojournError as error:
-            passing = isinstance(error, StoreUnreachable)
-            if not passing and (self._known is None or "repository" in error.details):
-                raise
-            self._error = error.message
-            log.warning("the object store does not serve yet: %s", error)
-
-    async def _meet(self) -> None:
-        await self._greet(await self.repository())
-
-    async def _greet(self, repository: Repository) -> None:
-        """Say when the store holds sessions that this server's database has never heard of."""
-        known = {tenant.id for tenant in await self._database.list_tenants()}
-        stored = await asyncio.to_thread(lambda: [one.id for one in repository.tenants()])
-        if strangers := set(stored) - known:
-            log.warning(
-                "the object store holds sessions of %d tenants that this server does not know;"
-                " `sojourn recover` brings them into a new data directory",
-                len(strangers),
-            )
+        """Open the repository, as `StoreOpening.start`. What fails and does not keep the sessions
+        from their users is tried again, and told meanwhile."""
+        if self._opening is not None:
+            self._error = await self._opening.start()
 
     def open_repository(self) -> Repository:
-        """The opened repository. Blocks. Raises Unsupported when the server has none,
+        """The repository, for who reads. Blocks. Raises Unsupported when the server has none,
         StoreUnreachable."""
-        settings = self.settings
-        if settings.url is None:
+        if self._opening is None:
             raise _nowhere()
-        while not self._opening.acquire(timeout=0.2):
-            self._check_stopping()  # who opens it may have to wait for long
-        try:
-            self._check_stopping()
-            if self._repository is not None:
-                return self._repository
-            known = self._known if self._known and self._known.url == settings.url else None
-            try:
-                found = Repository.open(
-                    settings.url, settings.secret, create=known is None, opening=self._note_backend
-                )
-            except ObjectMissing as error:
-                raise _another(known, "there is no repository any more") from error
-            if known is not None and found.config.id != known.repository:
-                found.close()
-                raise _another(known, "another repository stands there now")
-            self._repository = found
-            return found
-        finally:
-            self._backend = None
-            self._opening.release()
-
-    def _note_backend(self, backend: Backend) -> None:
-        self._backend = backend
-        if self._stopping:
-            backend.close()
-
-    def _check_stopping(self) -> None:
-        if self._stopping and self._repository is None:
-            raise Interrupted("the server stops", next_step="")
-
-    async def repository(self) -> Repository:
-        """`open_repository` for coroutines."""
-        if self._repository is not None:
-            return self._repository
-        self._known = await self._database.object_store()
-        found = await _in_daemon(self.open_repository)
-        assert self.settings.url is not None
-        store = ObjectStore(self.settings.url, found.config.id)
-        if self._known is not None and self._known.repository != store.repository:
-            await self._all_here(self._known)
-        if store != self._known and await self._database.use_object_store(store) and self._known:
-            log.warning("another object store than before: everything is sent to it anew")
-        self._known = store
-        return found
-
-    async def _all_here(self, known: ObjectStore) -> None:
-        """Refuse to leave an object store that alone holds something."""
-        objects = await self._database.durable_objects()
-        here = StoredCopies(self._root)
-        gone = await asyncio.to_thread(
-            lambda: [id for id in (*objects.layers, *objects.images) if not here.has(id)]
-        )
-        if gone:
-            self._repository = None
-            raise StoreRefused(
-                f"{len(gone)} layers and memory images are only in the object store {known.url}",
-                next_step="Start with that one again, or delete the sessions that need them.",
-                repository=known.repository,
-            )
+        return self._opening.read()
 
     async def start(self) -> None:
         """Begin to replicate; every live session's record is looked at once."""
@@ -250,15 +149,12 @@ class Replicator:
         """Stop after what is being sent; the next server goes on from there."""
         self._stopping = True
         self._wake.set()
-        if self._task is not None:
+        if self._opening is not None:
+            self._opening.stop()
+        if self._task is not None and self._opening is not None:
             await self._sender.close()
-        if self._meeting is not None:
-            self._meeting.cancel()
-        if (backend := self._backend) is not None:
-            backend.close()  # it is being opened: no further try
-        if self._task is not None:
-            if self._repository is None:
-                self._task.cancel()
+            if self._opening.accepted is None:
+                self._task.cancel()  # there is nothing that it could be sending
             await asyncio.wait({self._task})
             self._task = None
         for waiting in self._waiting.values():
@@ -269,8 +165,8 @@ class Replicator:
 
     async def close(self) -> None:
         """Let go of the object store, after everything that may read through it. Idempotent."""
-        if self._repository is not None:
-            await asyncio.to_thread(self._repository.close)
+        if self._opening is not None:
+            await self._opening.close()
 
     # -- asking -----------------------------------------------------------------------------
 
@@ -300,40 +196,51 @@ class Replicator:
             return record
         if self.settings.url is None:
             raise _nowhere()
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(snapshot, []).append(future)
-        self._hurry.add(snapshot)
-        self._skip.pop(snapshot, None)  # whoever asks may know that the cause is gone
-        self._wake.set()
+        self._snapshots.clear(snapshot)  # whoever asks may know that the cause is gone
         try:
             async with asyncio.timeout(timeout):
-                await future
+                while record.durable_at is None:
+                    await self._tried(snapshot)
+                    record = await database.get_snapshot(None, snapshot, hidden=True)
         except TimeoutError:
-            later = self._skip.get(record.session)
-            cause = later[2] if later is not None else self._error
+            cause = self._sessions.cause(record.session) or self._error
             raise StoreUnreachable(
                 f"snapshot {snapshot} is not in the object store after {timeout:g} s"
                 + (f": {cause}" if cause else ""),
                 snapshot=snapshot,
             ) from None
         finally:
-            with contextlib.suppress(KeyError, ValueError):
-                self._waiting[snapshot].remove(future)
-                if not self._waiting[snapshot]:
-                    del self._waiting[snapshot]
-        return await database.get_snapshot(None, snapshot, hidden=True)
+            if snapshot not in self._waiting:
+                self._hurry.discard(snapshot)
+        return record
+
+    async def _tried(self, snapshot: str) -> None:
+        """Wait until a snapshot was sent, is gone, or cannot be sent, which is raised."""
+        if self._stopping:
+            raise Interrupted("the server stops", next_step="")
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(snapshot, [])
+        waiting.append(future)
+        self._hurry.add(snapshot)
+        self._wake.set()
+        try:
+            await future
+        finally:
+            waiting.remove(future)
+            if not waiting and self._waiting.get(snapshot) is waiting:
+                del self._waiting[snapshot]
 
     async def status(self) -> ReplicationStatus:
         """How far the store is behind."""
         behind = await self._database.durability(None)
         oldest = min((one.oldest_waiting for one in behind if one.oldest_waiting), default=None)
-        repository = self._repository
+        repository = self._opening.accepted if self._opening is not None else None
         return ReplicationStatus(
             url=repository.url if repository else self.settings.url,
             waiting=sum(one.waiting for one in behind),
             lag=0.0 if oldest is None else max(0.0, time.time() - oldest),
             sent_bytes=self._sent,
-            error=self._error or next((cause for _, _, cause in self._skip.values()), None),
+            error=self._error or self._snapshots.any_cause() or self._sessions.any_cause(),
         )
 
     # -- working ----------------------------------------------------------------------------
@@ -368,7 +275,8 @@ class Replicator:
 
     async def _round(self) -> float:
         """All that is to be done now; answers after how many seconds there may be more."""
-        self._sender.expect((await self.repository()).config.id)
+        assert self._opening is not None
+        self._sender.expect(await self._opening.repository())
         due = await self._send()
         await self._record()
         await self._evict()
@@ -377,40 +285,49 @@ class Replicator:
     async def _remove(self) -> None:
         database = self._database
         while removals := await database.store_removals(limit=200):
+            # Before the store may lose it: what no row refers to any more is not counted on.
+            self._source.forget(await database.durable_objects())
             for removal in removals:
                 await self._sender.remove(removal.kind, removal.tenant, removal.object)
             faultpoints.reach("replicate.remove")
             await database.forget_removals([removal.id for removal in removals])
 
     async def _send(self) -> float:
-        """Send what is due. Heads come first, and are looked for again after each snapshot."""
-        database = self._database
-        while not self._stopping:
+        """Send what is due. Heads come first, and are looked for again after each snapshot. It ends
+        at times also where there is always more: what comes after it must have its turn."""
+        end = time.monotonic() + _LOOK_SECONDS
+        while not self._stopping and time.monotonic() < end:
             # What was removed before a snapshot was taken is gone once that one is durable.
             await self._remove()
-            now = time.time()
-            due = _LOOK_SECONDS
-            chosen = None
-            for record in await database.undurable_snapshots(limit=_BATCH):
-                wait = self._wait(record, now)
-                if wait <= 0:
-                    chosen = record
-                    break
-                due = min(due, wait)
+            chosen, due = await self._choose()
             if chosen is None:
-                return max(due, 0.02)
+                return due
             await self._send_one(chosen)
-        return _LOOK_SECONDS
+        return _AT_ONCE
 
-    def _wait(self, record: SnapshotRecord, now: float) -> float:
+    async def _choose(self) -> tuple[SnapshotRecord | None, float]:
+        """What is to be sent now; else after how many seconds there may be something."""
+        limit = _BATCH
+        while True:
+            due = _LOOK_SECONDS
+            records = await self._database.undurable_snapshots(limit=limit)
+            for record in records:
+                wait = self._wait(record)
+                if wait <= 0:
+                    return record, 0.0
+                due = min(due, wait)
+            if len(records) < limit:
+                self._snapshots.keep({record.id for record in records})
+                return None, max(due, _AT_ONCE)
+            limit *= 4  # what cannot be sent now hides nothing that can
+
+    def _wait(self, record: SnapshotRecord) -> float:
         """Seconds until a snapshot should be sent."""
-        later = self._skip.get(record.session) or self._skip.get(record.id)
-        if later is not None and later[0] > now:
-            return later[0] - now
-        if record.id in self._hurry or record.kind is not SnapshotKind.AUTO:
-            return 0.0
+        put_off = max(self._sessions.left(record.session), self._snapshots.left(record.id))
+        if put_off or record.id in self._hurry or record.kind is not SnapshotKind.AUTO:
+            return put_off
         # A clock set back must not make a snapshot wait for long.
-        return min(record.created_at + self.settings.delay - now, self.settings.delay)
+        return min(record.created_at + self.settings.delay - time.time(), self.settings.delay)
 
     async def _send_one(self, record: SnapshotRecord) -> None:
         try:
@@ -429,25 +346,35 @@ class Replicator:
             if not await self._database.mark_durable(
                 record.id, fingerprint=snapshot.fingerprint, at=time.time()
             ):
-                return  # thinned or removed while it was sent: looked at again
+                # Thinned while it was sent, or being thinned: later it is of one mind.
+                self._snapshots.put_off(record.id, f"snapshot {record.id} is being changed")
+                return
             faultpoints.reach("replicate.mark")
-        except SnapshotNotFound:
-            # Removed meanwhile; its removal is on the list and comes after this.
-            self._done(record.id)
-            return
-        except (StoreUnreachable, Interrupted):
+        except (StoreUnreachable, StoreKeyInvalid):
             raise
+        except Interrupted as error:
+            if not self._stopping:
+                # The process may end over this very snapshot each time: others come first.
+                self._snapshots.put_off(record.id, str(error))
+            raise
+        except StaleEpoch as error:
+            self._failed(record.id, error)  # what concerns the session is noted already
+            return
         except (SojournError, OSError) as error:
             if not await self._there(record.id):
-                self._done(record.id)
+                self._done(record.id)  # its removal is on the list and comes after this
                 return
             # One bad snapshot must not hold up the others.
-            pause = self._skip.get(record.id, (0.0, _RETRY_FIRST, ""))[1]
-            self._skip[record.id] = (time.time() + pause, min(pause * 2, 600.0), str(error))
+            self._snapshots.put_off(record.id, str(error))
             log.error("snapshot %s cannot be sent to the object store: %s", record.id, error)
             self._failed(record.id, error)
+            if isinstance(error, (StorageFull, StoreRefused)):
+                raise  # nor will the store take the next one
             return
-        self._skip.pop(record.id, None)
+        except Exception as error:
+            self._snapshots.put_off(record.id, repr(error))  # a fault over this one alone, maybe
+            raise
+        self._snapshots.clear(record.id)
         self._changed.add(record.session)
         self._source.note(record)
         self._done(record.id)
@@ -488,21 +415,33 @@ class Replicator:
             await self._record_one(session)
 
     async def _record(self) -> None:
+        self._changed.update(self._sessions.over())
         while self._changed and not self._stopping:
             session = self._changed.pop()
             try:
                 await self._record_one(session)
+            except StaleEpoch:
+                continue
+            except (StoreUnreachable, StoreKeyInvalid, Interrupted):
+                self._changed.add(session)
+                raise
+            except SojournError as error:
+                # One record that cannot be written must not hold up the others.
+                self._sessions.put_off(session, str(error))
+                log.error("the record of session %s cannot be written: %s", session, error)
             except BaseException:
                 self._changed.add(session)
                 raise
 
     async def _record_one(self, id: str, *, sent: str | None = None) -> None:
         """Write a session's record when it differs from what was written last. `sent` is a
-        snapshot that the store has though its row does not say so yet."""
+        snapshot that the store has though its row does not say so yet. Raises StaleEpoch when the
+        session is another server's now; it is left alone from then on."""
         database = self._database
         try:
             session = await database.get_session(None, id)
         except SessionNotFound:
+            self._sessions.clear(id)
             return  # deleted: on the list of removals
         notes = [
             SnapshotNote(one.id, one.label, one.thinned, one.turn, one.parent)
@@ -531,17 +470,18 @@ class Replicator:
         record = SessionRecord(settled, notes, 0.0, owner)
         digest = blake3(msgspec.msgpack.encode(record)).hexdigest()
         if digest == await database.record_digest(id):
+            if not math.isinf(self._sessions.left(id)):
+                self._sessions.clear(id)
             return
         await self._tenant(session.tenant)
         stamped = msgspec.structs.replace(record, written_at=time.time())
         try:
             await self._sender.put_session(stamped)
         except StaleEpoch as error:
-            # Not ours any more: say so, and let the other sessions go on.
-            self._skip[id] = (math.inf, math.inf, error.message)
+            self._sessions.give_up(id, error.message)
             log.error("%s", error)
-            return
-        self._skip.pop(id, None)
+            raise
+        self._sessions.clear(id)
         faultpoints.reach("replicate.record")
         with contextlib.suppress(SessionNotFound):
             await database.note_record(id, digest)
@@ -562,42 +502,6 @@ class Replicator:
             )
         if freed:
             log.info("the local cache gave %d bytes back", freed)
-
-
-async def _in_daemon(call: Callable[[], T]) -> T:
-    """A call in a thread that the end of the process does not wait for."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast(T, result))
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="open the object store", daemon=True).start()
-    return await future
-
-
-def _another(known: ObjectStore | None, cause: str) -> StoreRefused:
-    assert known is not None  # without it any repository is taken
-    return StoreRefused(
-        f"{known.url} was this server's object store, and {cause}",
-        next_step="Bring it back (is its file system mounted?), or give another place (--store),"
-        " to which everything is sent anew.",
-        repository=known.repository,
-    )
 
 
 def _nowhere() -> Unsupported:

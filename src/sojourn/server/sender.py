@@ -18,6 +18,7 @@ import msgspec
 
 from sojourn.errors import ErrorBody, Interrupted, from_body
 from sojourn.model import Snapshot
+from sojourn.repository.repository import Repository
 from sojourn.repository.session_records import SessionRecord, TenantRecord
 from sojourn.repository.worker import LENGTH, Named, Push, Start, encode_frame
 
@@ -29,17 +30,21 @@ _IDLE_SECONDS = 20.0
 class Sender:
     """One worker process at a time, one call at a time."""
 
-    def __init__(self, url: str, secret: bytes | None, store: Path) -> None:
-        self._start = Start(url, secret, str(store), "")
+    def __init__(self, url: str, store: Path) -> None:
+        self._url = url
+        self._store = str(store)
+        self._start: Start | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._idle: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def expect(self, repository: str) -> None:
-        """The id of the repository: nothing is sent to another one at the same place."""
-        if repository != self._start.repository:
-            self._start = msgspec.structs.replace(self._start, repository=repository)
+    def expect(self, repository: Repository) -> None:
+        """Where to send: nothing goes to another repository at the same place."""
+        keyring = repository.keyring
+        self._start = Start(
+            self._url, self._store, repository.config.id, keyring.root_key, keyring.encrypted
+        )
 
     async def push(self, tenant: str, snapshot: Snapshot, parent: Snapshot | None) -> int:
         """As `Repository.push`, from the node's store."""
@@ -111,7 +116,7 @@ class Sender:
             if self._closed:  # while it was started
                 await self._end()
                 raise Interrupted("the server stops", next_step="")
-            assert process.stdin is not None
+            assert process.stdin is not None and self._start is not None
             process.stdin.write(encode_frame(self._start))
         return process
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sojourn.database.records import DurableObjects, SnapshotRecord
@@ -36,12 +36,8 @@ class RepositorySource:
     def learn(self, objects: DurableObjects) -> None:
         """Note what the database says is durable."""
         with self._lock:
-            for id, tenants in objects.layers.items():
-                self._layers.setdefault(id, min(tenants))
-            for id, tenants in objects.images.items():
-                self._images.setdefault(id, min(tenants))
-            for id in objects.templates:
-                self._layers[id] = SHARED
+            self._layers = {**_domains(objects.layers, self._layers), **_shared(objects)}
+            self._images = _domains(objects.images, self._images)
 
     def note(self, record: SnapshotRecord) -> None:
         """Note what a durable snapshot refers to."""
@@ -53,11 +49,11 @@ class RepositorySource:
                 self._images.setdefault(record.image, record.tenant)
 
     def forget(self, live: DurableObjects) -> None:
-        """Keep only what the database still says is durable: the rest may be collected."""
+        """Keep only what the database still says is durable: the rest may be collected. What stays
+        is there throughout, for those who ask meanwhile."""
         with self._lock:
-            self._layers.clear()
-            self._images.clear()
-        self.learn(live)
+            self._layers = {**_domains(live.layers), **_shared(live)}
+            self._images = _domains(live.images)
 
     def has(self, id: str) -> bool:
         """Whether the object store has a layer or image."""
@@ -92,6 +88,18 @@ class RepositorySource:
             raise IntegrityError(f"{name} is not in the object store.", object=name)
         with _there():
             return self._repository().fetch_image(domain, id, into, cached)
+
+
+def _domains(
+    tenants: Mapping[str, Collection[str]], known: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The domain to read each object from; what is known already stays where it is."""
+    found = {id: min(names) for id, names in tenants.items()}
+    return found if known is None else found | dict(known)
+
+
+def _shared(objects: DurableObjects) -> dict[str, str]:
+    return dict.fromkeys(objects.templates, SHARED)
 
 
 @contextlib.contextmanager
