@@ -5,43 +5,21 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import support.durable
 from sojourn.client import Session, Sojourn
 from sojourn.errors import StoreUnreachable, Unsupported
+from support.durable import sojourn
 from support.object_stores import FaultProxy, S3Server, s3_options
 from support.servers import ServerProcess, eventually
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(240)]
 
 COUNTER = "i=0; while :; do i=$((i+1)); echo $i >> /root/count; sleep 0.05; done"
-
-
-@pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An object store that has the template, so that not every test has to send it."""
-    root = tmp_path_factory.mktemp("durable")
-    server = ServerProcess(root / "data", store=(root / "objects").as_uri())
-    session = server.start().sessions.create()
-    session.suspend(wait="durable")
-    server.remove()
-    for tenant in (root / "objects").glob("ten_*"):
-        shutil.rmtree(tenant)
-    for tenant in (root / "objects" / "tenants").iterdir():
-        tenant.unlink()
-    return root / "objects"
-
-
-@pytest.fixture
-def place(filled: Path, tmp_path: Path) -> Path:
-    """An object store of the test's own, with nothing but the template in it."""
-    return Path(shutil.copytree(filled, tmp_path / "objects"))
 
 
 @pytest.fixture
@@ -53,23 +31,9 @@ def durable(tmp_path: Path, place: Path) -> Iterator[ServerProcess]:
     server.remove()
 
 
-def sojourn(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sojourn.cli.main", *words],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=os.environ | environment,
-    )
-
-
 def lose(server: ServerProcess) -> Sojourn:
     """The whole data directory goes, database included; a new one is made from the store."""
-    server.kill()
-    for pid in server.left():
-        os.kill(pid, signal.SIGKILL)
-    server.unmount()
-    shutil.rmtree(server.data)
+    support.durable.lose(server)
     done = sojourn("recover", "--store", server.store, "--data", str(server.data))
     assert done.returncode == 0, done.stderr
     return server.start()
