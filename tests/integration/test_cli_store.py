@@ -13,6 +13,7 @@ import pytest
 
 from sojourn.cli.main import run
 from sojourn.database import open_database
+from sojourn.errors import StoreUnreachable
 from sojourn.model import Session, Snapshot, SnapshotKind, new_id
 from sojourn.model.snapshots import LayerRef, SnapshotConfig
 from sojourn.repository.copies import StoredCopies
@@ -380,6 +381,50 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_recovered(
     assert code == 112
     assert "lost: " in err and second.id in err
     assert "sessions        1" in out and "snapshots       1" in out
+
+
+def test_a_name_that_two_records_claim_goes_to_the_newer(
+    node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One was renamed, the other got its name, and the node was lost before the store knew both."""
+    import asyncio
+
+    renamed = node.record(node.push(b"first"))
+    node.session = make_session(tenant=TENANT, name=renamed.name)
+    named = node.record(node.push(b"second"))
+    data = tmp_path / "recovered"
+    code, found = told(capsys, "recover", "--data", str(data))
+    assert (code, found["sessions"], found["faults"]) == (0, 2, [])
+    back = {session.id: session.name for session in asyncio.run(_sessions(data))}
+    assert back == {named.id: "kept", renamed.id: f"kept-{renamed.id}"}
+
+
+def test_a_recovery_that_was_cut_off_is_repeated(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it had come to the last of several tenants."""
+    import asyncio
+
+    session = node.record(node.push(b"first"))
+    other = msgspec.structs.replace(session, id=new_id("ses"), tenant="ten_z", head=None)
+    node.repository.put_tenant(TenantRecord("ten_z", "last", 2.0))
+    node.repository.put_session(SessionRecord(other, [], time.time(), "srv_1"))
+    data = tmp_path / "recovered"
+    whole = Repository.put_session
+
+    def cut_off(self: Repository, record: SessionRecord, *, take_over: bool = False) -> None:
+        if record.session.id == other.id:
+            raise StoreUnreachable("the line is cut")
+        whole(self, record, take_over=take_over)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Repository, "put_session", cut_off)
+        code, _, err = said(capsys, "recover", "--data", str(data))
+    assert code == 118 and "the line is cut" in err
+    assert asyncio.run(_sessions(data)) == []
+    code, found = told(capsys, "recover", "--data", str(data))
+    assert (code, found["tenants"], found["sessions"]) == (0, 2, 2)
+    assert {one.id for one in asyncio.run(_sessions(data))} == {session.id, other.id}
 
 
 def test_recovery_needs_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ Guarantee: every session whose record the store holds comes back under its id an
 at its last durable snapshot, with its tree; a record, manifest or tenant that cannot be read is
 named and nothing of it is made up. The epochs grow, and the store is told first who has the
 sessions now, so a server that still lives with the old database cannot write over what is
-recovered.
+recovered. The database gets all of it in one commit: there is everything, or nothing yet.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sojourn.store.local import LocalStore
 
 log = logging.getLogger(__name__)
 
+_LONGEST_NAME = 63
 _GRACE = 86400.0  # seconds a session whose lifetime is over is kept after it was recovered
 
 
@@ -82,7 +83,7 @@ class _Recovery:
         self._faults: list[str] = []
 
     async def run(self) -> Recovered:
-        sessions = snapshots = 0
+        writes: list[Write] = []
         tenants = await asyncio.to_thread(self._read_tenants)
         existing = await self._database.list_tenants()
         known, names = {one.id for one in existing}, {one.name for one in existing}
@@ -92,16 +93,19 @@ class _Recovery:
                 name = tenant.name if tenant.name not in names else f"{tenant.name}-{tenant.id}"
                 names.add(name)
                 await self._database.create_tenant(name, id=tenant.id)
-            made = await self._tenant(tenant.id)
-            sessions += made[0]
-            snapshots += made[1]
-        return Recovered(len(tenants), sessions, snapshots, self._faults)
+            writes += await self._tenant(tenant.id)
+        # At last, and for all tenants at once: until here it can be repeated.
+        await self._database.commit(writes)
+        sessions = [write.session for write in writes if isinstance(write, InsertSession)]
+        live = sum(session.state is not SessionState.DELETED for session in sessions)
+        snapshots = sum(isinstance(write, InsertSnapshot) for write in writes)
+        return Recovered(len(tenants), live, snapshots, self._faults)
 
-    async def _tenant(self, tenant: str) -> tuple[int, int]:
+    async def _tenant(self, tenant: str) -> list[Write]:
+        """What of a tenant is to be written down; the store knows already who has it."""
         records = await asyncio.to_thread(self._read_records, tenant)
         manifests = await asyncio.to_thread(self._read_manifests, tenant)
-        for id, lost in (await asyncio.to_thread(self._repository.damages, tenant)).items():
-            self._faults.append(f"snapshot {id} has lost {', '.join(lost)}")
+        await asyncio.to_thread(self._read_damages, tenant)
         writes = _rows(tenant, records, manifests, time.time())
         kept = [write.snapshot for write in writes if isinstance(write, InsertSnapshot)]
         for row in kept:
@@ -109,16 +113,16 @@ class _Recovery:
         await asyncio.to_thread(self._write_manifests, [manifests[row.id] for row in kept])
         sessions = [write.session for write in writes if isinstance(write, InsertSession)]
         owner = await self._database.server_id()
-        live = [session for session in sessions if session.state is not SessionState.DELETED]
-        for session in live:
+        for session in sessions:
+            if session.state is SessionState.DELETED:
+                continue
             # The store first: from here on an older server's word is refused there.
             found = records[session.id]
             record = SessionRecord(
                 msgspec.structs.replace(session, cause=None), found.snapshots, time.time(), owner
             )
             await asyncio.to_thread(self._repository.put_session, record, take_over=True)
-        await self._database.commit(writes)
-        return len(live), len(kept)
+        return writes
 
     def _read_tenants(self) -> list[TenantRecord]:
         """Every tenant that has something. One whose record cannot be read keeps its id for a
@@ -140,9 +144,18 @@ class _Recovery:
         for id in self._repository.session_ids(tenant):
             try:
                 found[id] = self._repository.read_session(tenant, id)
+            except ObjectMissing:
+                continue  # deleted just now, by a server that still lives
             except IntegrityError as error:
                 self._faults.append(str(error))
         return found
+
+    def _read_damages(self, tenant: str) -> None:
+        try:
+            for id, lost in self._repository.damages(tenant).items():
+                self._faults.append(f"snapshot {id} has lost {', '.join(lost)}")
+        except IntegrityError as error:
+            self._faults.append(str(error))
 
     def _read_manifests(self, tenant: str) -> dict[str, Snapshot]:
         found = {}
@@ -183,8 +196,10 @@ def _rows(
         parent = _parent(manifests[id], notes)
         if parent is not None and parent in manifests:
             wanted.append(parent)
+    names = _names(records)
     for id, record in records.items():
-        writes.append(InsertSession(_revived(record.session, heads[id], now)))
+        session = msgspec.structs.replace(record.session, name=names[id])
+        writes.append(InsertSession(_revived(session, heads[id], now)))
     owners = {manifests[id].session for id in needed}
     for owner in sorted(owners - records.keys()):
         one = min((manifests[id] for id in needed if manifests[id].session == owner), key=_age)
@@ -196,17 +211,29 @@ def _rows(
         writes.append(InsertSnapshot(_row(tenant, manifest, note, parent, now)))
     for id, record in records.items():
         head = heads[id]
-        cause = None if head else "no snapshot of it had reached the object store"
-        writes.append(
-            AppendEvent(
-                session=id,
-                kind="recovered",
-                result="ok" if head else "failed",
-                details={"epoch": record.session.epoch + 1, **({"cause": cause} if cause else {})},
-                after=head,
-            )
-        )
+        details: dict[str, object] = {"epoch": record.session.epoch + 1}
+        if head is None:
+            details["cause"] = "no snapshot of it had reached the object store"
+        if names[id] != record.session.name:
+            details["name_before"] = record.session.name
+        result = "ok" if head else "failed"
+        writes.append(AppendEvent(id, "recovered", result=result, details=details, after=head))
     return writes
+
+
+def _names(records: dict[str, SessionRecord]) -> dict[str, str | None]:
+    """The names sessions come back under. One was renamed or deleted and another got its name, and
+    the store was told of that one first: then two records claim it, and the newer has it."""
+    found: dict[str, str | None] = {}
+    taken: set[str] = set()
+    for id, record in sorted(records.items(), key=lambda item: -item[1].written_at):
+        name = record.session.name
+        if name in taken:
+            name = f"{name[: _LONGEST_NAME - len(id) - 1]}-{id}"
+        if name is not None:
+            taken.add(name)
+        found[id] = name
+    return found
 
 
 def _parent(manifest: Snapshot, notes: dict[str, SnapshotNote]) -> str | None:
