@@ -43,9 +43,11 @@ def sojourn(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 def stock(root: Path, **environment: str) -> Path:
     """A new object store that has the template and nothing else."""
     server = ServerProcess(root / "data", store=(root / "objects").as_uri())
-    session = server.start(**environment).sessions.create()
-    session.suspend(wait="durable")
-    server.remove(**environment)
+    try:
+        session = server.start(**environment).sessions.create()
+        session.suspend(wait="durable")
+    finally:
+        server.remove(**environment)
     for tenant in (root / "objects").glob("ten_*"):
         shutil.rmtree(tenant)
     for tenant in (root / "objects" / "tenants").iterdir():
