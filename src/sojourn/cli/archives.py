@@ -6,7 +6,6 @@ any other; `import` makes one new session or nothing. `-` is standard output or 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import click
 
 from sojourn.cli.connection import connect
 from sojourn.cli.output import emit, facts, json_option, safe, size, working
-from sojourn.errors import InvalidRequest
+from sojourn.cli.stores import read_secret
 
 if TYPE_CHECKING:
     from sojourn.client.sync_session import Session
@@ -29,16 +28,7 @@ _KEY_HELP = (
 
 
 def _secret(file: Path | None) -> bytes | None:
-    named = file or (Path(text) if (text := os.environ.get("SOJOURN_ARCHIVE_KEY_FILE")) else None)
-    if named is None:
-        given = os.environ.get("SOJOURN_ARCHIVE_KEY")
-        return os.fsencode(given) if given else None
-    try:
-        return named.read_bytes()
-    except OSError as error:
-        raise InvalidRequest(
-            f"the key file {named} cannot be read: {error.strerror}", field="key_file"
-        ) from error
+    return read_secret(file, "SOJOURN_ARCHIVE_KEY_FILE", "SOJOURN_ARCHIVE_KEY", field="key_file")
 
 
 def _source(ref: str) -> tuple[Session, str | None]:

@@ -96,13 +96,21 @@ def store_location(given: str | None, data: Path) -> str | None:
 def store_secret(file: Path | None) -> bytes | None:
     """The secret from the file, SOJOURN_STORE_KEY_FILE or SOJOURN_STORE_KEY; None without any.
     Raises InvalidRequest."""
-    named = file or (Path(path) if (path := os.environ.get("SOJOURN_STORE_KEY_FILE")) else None)
+    return read_secret(file, "SOJOURN_STORE_KEY_FILE", "SOJOURN_STORE_KEY", field="store_key_file")
+
+
+def read_secret(
+    file: Path | None, file_variable: str, variable: str, *, field: str
+) -> bytes | None:
+    """A secret from a file, from the one that a variable names, or from a variable; None without
+    any. Raises InvalidRequest."""
+    named = file or (Path(path) if (path := os.environ.get(file_variable)) else None)
     if named is None:
-        text = os.environ.get("SOJOURN_STORE_KEY")
+        text = os.environ.get(variable)
         return os.fsencode(text) if text else None
     try:
         return named.read_bytes()
     except OSError as error:
         raise InvalidRequest(
-            f"the key file {named} cannot be read: {error.strerror}", field="store_key_file"
+            f"the key file {named} cannot be read: {error.strerror}", field=field
         ) from error

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import IO, TypeVar
 
 import msgspec
@@ -58,6 +59,7 @@ from sojourn.wire.api import SessionInfo
 T = TypeVar("T")
 
 PIECE = 1 << 20
+_LEFT, _LEFT_PART = 256 << 20, 50  # bytes of the disk that stay free, or this part of a small one
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -89,7 +91,7 @@ class Imports:
         with disk_errors("receiving an archive"):
             file = tempfile.TemporaryFile(dir=self._context.store.root, buffering=0)  # noqa: SIM115
         try:
-            await _receive(file, chunks)
+            await _receive(file, chunks, self._context.store.root)
             faultpoints.reach("import.received")
             stop = threading.Event()
             archive = await _thread(lambda: self._open(file, expect, secret, stop), stop)
@@ -118,10 +120,11 @@ class Imports:
         with refusing():
             reader = ArchiveReader(file.fileno(), expect=expect, stop=stop)
         archive = open_archive(reader, secret, present=store.present)
-        free = shutil.disk_usage(store.root).free
+        free = _room(store.root)
         if archive.needed > free:
             raise StorageFull(
-                f"The archive needs {archive.needed} bytes on the node's disk; {free} are free.",
+                f"The archive needs {archive.needed} bytes on the node's disk; {free} are there"
+                " for it.",
                 needed=archive.needed,
                 free=free,
             )
@@ -197,11 +200,20 @@ def _event(who: Principal, archive: Archive, session: Session) -> AppendEvent:
     )
 
 
-async def _receive(file: IO[bytes], chunks: AsyncIterator[bytes]) -> None:
-    """Write what comes, a piece at a time. Raises StorageFull."""
+def _room(place: Path) -> int:
+    """Bytes an import may take of a disk: whoever sends without end must leave room for the
+    snapshots of others."""
+    usage = shutil.disk_usage(place)
+    return usage.free - min(_LEFT, usage.total // _LEFT_PART)
+
+
+async def _receive(file: IO[bytes], chunks: AsyncIterator[bytes], place: Path) -> None:
+    """Write what comes to a file on the disk of `place`, a piece at a time. Raises StorageFull."""
     held = bytearray()
 
     def write() -> None:
+        if len(held) > _room(place):
+            raise StorageFull("The node's disk has no room for the archive.")
         with disk_errors("receiving an archive"):
             view = memoryview(bytes(held))
             while view:

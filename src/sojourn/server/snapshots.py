@@ -311,6 +311,8 @@ class Snapshots:
 
         Only the commit holds the gate: whoever resumes meanwhile takes the long chain.
         """
+        # What only the object store has comes first: nobody waits for it with the guard held.
+        await asyncio.to_thread(self._bring, snapshot.layers)
         async with self._context.guard.publishing():
             layers = await self.merged(snapshot.layers)
         # The gate comes before the guard, as everywhere: whoever held the guard and waited for the
@@ -336,6 +338,10 @@ class Snapshots:
                     after=merged.id,
                 ),
             )
+
+    def _bring(self, layers: list[LayerRef]) -> None:
+        for layer in layers[1:]:
+            self._context.store.layer_path(layer.id)
 
     async def merged(self, layers: list[LayerRef]) -> list[LayerRef]:
         """The template and one layer that shows what all others show."""
