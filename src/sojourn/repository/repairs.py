@@ -2,7 +2,7 @@
 
 Guarantee: what a repair writes is proven like everything else, and nothing is removed before what
 could be saved of it is acknowledged elsewhere. What cannot be had is never passed over in silence:
-each snapshot that lacks something gets a mark that says what (`damages`), which readers meet,
+each snapshot that lacks something gets a mark that says what (`damages`), which recoveries tell,
 checks list, and a later repair takes away when the content is back.
 
 Content is looked for in this order: other packs, the good blocks of the damaged pack itself, and
