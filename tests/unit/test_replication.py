@@ -17,6 +17,7 @@ from sojourn.database.writes import InsertSnapshot
 from sojourn.errors import (
     IntegrityError,
     Interrupted,
+    ObjectMissing,
     SnapshotNotFound,
     SojournError,
     StaleEpoch,
@@ -270,6 +271,44 @@ def test_what_stays_durable_is_there_while_the_rest_is_forgotten() -> None:
     source.forget(DurableObjects(Asking({"kept": {"ten_1"}}), Asking(), {"base"}))
     assert asked == [True, True]
     assert source.has("kept") and source.has("base") and not source.has("gone")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"no record")])
+def test_a_record_that_the_store_lost_is_written_again_after_a_start(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as here:
+            session = await here.session()
+            id = await here.snapshot(session)
+            repository = Repository.open((tmp_path / "objects").as_uri(), create=True)
+
+            async def put(record: SessionRecord) -> None:
+                await asyncio.to_thread(repository.put_session, record)
+
+            here.sender.put_session = put  # type: ignore[method-assign]
+            await here.start()
+            await here.until(lambda: here.durable(id))
+
+            async def named() -> bool:
+                with contextlib.suppress(IntegrityError, ObjectMissing):
+                    record = repository.read_session(here.tenant, session.id)
+                    return [note.id for note in record.snapshots] == [id]
+                return False
+
+            await here.until(named)
+            await here.replicator.stop()
+            damage(tmp_path / "objects" / here.tenant / "sessions" / session.id)
+            assert not await named()
+            again = World(here.database, tmp_path)
+            again.sender = here.sender
+            await again.start()
+            await here.until(named)
+            await again.replicator.stop()
+            await again.replicator.close()
+            repository.close()
+
+    asyncio.run(scenario())
 
 
 # -- opening ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ nothing that the store's indexes know. Reading verifies everything against the i
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,8 @@ from sojourn.repository.session_records import (
 )
 from sojourn.repository.uploads import adopt_unindexed
 from sojourn.store.manifests import Manifest
+
+log = logging.getLogger(__name__)
 
 SHARED = "shared"
 TENANTS = "tenants"
@@ -144,12 +147,8 @@ class Repository:
         key = domain.session_key(session.id)
         payload = msgspec.msgpack.encode(record)
         for _ in range(_TRIES):
-            try:
-                found, version = domain.read_object(SESSION, key)
-            except ObjectMissing:
-                found, version = None, None
-            if found is not None:
-                stored = decode_session(found, session.id)
+            stored, version = self._stored_session(domain, session.id)
+            if stored is not None:
                 epoch = stored.session.epoch
                 taken = stored.owner != record.owner and not take_over
                 if taken or epoch > session.epoch:
@@ -167,6 +166,24 @@ class Repository:
             except Conflict:
                 continue  # written by another server just now: look at its epoch
         raise Conflict(f"the record of session {session.id} is being written by others")
+
+    def _stored_session(
+        self, domain: Domain, session: str
+    ) -> tuple[SessionRecord | None, str | None]:
+        """A session's record that is there, if it can be read, and its version. A damaged one is of
+        no use to anybody: whoever has the session may put a whole one in its place."""
+        key = domain.session_key(session)
+        try:
+            payload, version = domain.read_object(SESSION, key)
+            return decode_session(payload, session), version
+        except ObjectMissing:
+            return None, None
+        except IntegrityError as error:
+            log.warning("the record of session %s is written anew: %s", session, error.message)
+        try:
+            return None, domain.backend.head(key).version
+        except ObjectMissing:
+            return None, None
 
     def delete_session(self, tenant: str, session: str) -> None:
         """Forget a session's record. Idempotent."""

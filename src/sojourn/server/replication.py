@@ -28,7 +28,9 @@ from sojourn import faultpoints
 from sojourn.database.base import Database
 from sojourn.database.records import SnapshotRecord
 from sojourn.errors import (
+    IntegrityError,
     Interrupted,
+    ObjectMissing,
     SessionNotFound,
     SnapshotNotFound,
     SojournError,
@@ -40,6 +42,7 @@ from sojourn.errors import (
     Unsupported,
 )
 from sojourn.model import Session, SessionState, SnapshotKind
+from sojourn.repository.marking import each
 from sojourn.repository.repository import Repository
 from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
 from sojourn.server.guards import StoreGuard
@@ -95,6 +98,8 @@ class Replicator:
         self._changed: set[str] = set()
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._unread: set[str] = set()  # sessions whose records were not looked at since the start
+        self._lost: set[str] = set()  # sessions whose records the store has not, or not whole
         self._tenants: set[str] = set()
         self._snapshots, self._sessions = Pauses(), Pauses()
         self._error: str | None = None
@@ -140,6 +145,7 @@ class Replicator:
         while True:
             page = await self._database.list_sessions(None, limit=500, after=cursor)
             self._changed.update(session.id for session in page.items)
+            self._unread.update(session.id for session in page.items)
             cursor = page.next
             if cursor is None:
                 break
@@ -276,11 +282,39 @@ class Replicator:
     async def _round(self) -> float:
         """All that is to be done now; answers after how many seconds there may be more."""
         assert self._opening is not None
-        self._sender.expect(await self._opening.repository())
+        repository = await self._opening.repository()
+        self._sender.expect(repository)
         due = await self._send()
+        if self._unread:
+            await self._look_for_lost(repository)
         await self._record()
         await self._evict()
         return due
+
+    async def _look_for_lost(self, repository: Repository) -> None:
+        """Once after a start: the records that were written and cannot be read any more are to be
+        written again, or a recovery would miss their sessions."""
+        found: set[str] = set()
+        for tenant in await self._database.list_tenants():
+            found.update(await asyncio.to_thread(self._readable, repository, tenant.id))
+            if self._stopping:
+                return
+        self._lost = self._unread - found
+        self._unread = set()
+
+    def _readable(self, repository: Repository, tenant: str) -> set[str]:
+        """The sessions of a tenant with a record that can be read."""
+        found: set[str] = set()
+
+        def read(id: str) -> None:
+            if self._stopping:
+                return
+            with contextlib.suppress(IntegrityError, ObjectMissing):
+                repository.read_session(tenant, id)
+                found.add(id)
+
+        each(repository.session_ids(tenant), read)
+        return found
 
     async def _remove(self) -> None:
         database = self._database
@@ -469,7 +503,7 @@ class Replicator:
         owner = await database.server_id()
         record = SessionRecord(settled, notes, 0.0, owner)
         digest = blake3(msgspec.msgpack.encode(record)).hexdigest()
-        if digest == await database.record_digest(id):
+        if digest == await database.record_digest(id) and id not in self._lost:
             if not math.isinf(self._sessions.left(id)):
                 self._sessions.clear(id)
             return
@@ -482,6 +516,7 @@ class Replicator:
             log.error("%s", error)
             raise
         self._sessions.clear(id)
+        self._lost.discard(id)
         faultpoints.reach("replicate.record")
         with contextlib.suppress(SessionNotFound):
             await database.note_record(id, digest)
