@@ -11,6 +11,7 @@ requests `[name, arguments]`, answered in order by `[result, null]` or `[null, e
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 LENGTH = struct.Struct(">I")
 LARGEST = 64 << 20
 _NICE = 10
+_PR_SET_PDEATHSIG = 1
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -163,6 +165,8 @@ def main() -> None:
     """Serve until standard input ends."""
     # Ctrl-C in a terminal goes to the whole group; the server decides when its worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Standard input tells when the server has ended, but not to a worker that somebody stopped.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
