@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from sojourn.errors import Conflict, IntegrityError
+from sojourn.errors import Conflict, IntegrityError, ObjectMissing
 from sojourn.model.snapshots import MemoryRef, Snapshot
 from sojourn.repository.images_out import publish_image, push_image
 from sojourn.repository.layers_out import publish_layer, push_layer
@@ -61,7 +61,6 @@ class Push:
         Raises IntegrityError (what lies on this node is not what was sealed), StoreUnreachable,
         StorageFull, Interrupted, Conflict (collections that never end).
         """
-        domain = self._domain
         template, own = snapshot.layers[0].id, [layer.id for layer in snapshot.layers[1:]]
         for watch in (self._shared_watch, self._watch):
             watch.begin()
@@ -75,8 +74,7 @@ class Push:
             again = self._exposed(snapshot)
             if again and not written:
                 continue  # cut off after the next step it would be there and not whole
-            payload = msgspec.msgpack.encode(snapshot)
-            domain.put_object(SNAPSHOT, domain.snapshot_key(snapshot.id), payload)
+            self._write(snapshot)
             written = True
             # Only now it counts: whoever collects either sees the snapshot, or is seen here.
             again = self._exposed(snapshot)
@@ -86,6 +84,25 @@ class Push:
             f"snapshot {snapshot.id} could not be kept clear of collections",
             next_step="Collect less often.",
         )
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """Write the manifest. Only with a condition: a thinned snapshot takes the place of the one
+        before, and a request for that one which was given up may arrive after it."""
+        domain = self._domain
+        key = domain.snapshot_key(snapshot.id)
+        payload = msgspec.msgpack.encode(snapshot)
+        version: str | None = None
+        for _ in range(_LOOKS):
+            try:
+                domain.put_object(SNAPSHOT, key, payload, create=version is None, replaces=version)
+                return
+            except (Conflict, ObjectMissing):
+                pass  # another version is there than was thought, or none
+            try:
+                version = domain.backend.head(key).version
+            except ObjectMissing:
+                version = None
+        raise Conflict(f"snapshot {snapshot.id} is being written by others")
 
     def _exposed(self, snapshot: Snapshot) -> Exposed:
         found = exposed(self._watch, self._shared_watch, snapshot)
