@@ -25,6 +25,7 @@ from sojourn.repository.worker import LENGTH, Named, Push, Start, encode_frame
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 20.0
+_END_SECONDS = 10.0
 
 
 class Sender:
@@ -137,4 +138,9 @@ class Sender:
             return
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            # It waits in the kernel for a file system that does not answer; no stop waits for that.
+            log.error("process %d, which sends to the object store, does not end", process.pid)
