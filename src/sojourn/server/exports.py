@@ -36,6 +36,7 @@ from sojourn.repository.session_records import SessionRecord, SnapshotNote
 from sojourn.repository.worker import LENGTH, encode_frame
 from sojourn.server.base import Principal
 from sojourn.server.context import Context
+from sojourn.server.imports import spare_room
 from sojourn.server.requests import Requests
 from sojourn.server.snapshots import Snapshots
 from sojourn.server.turns import Turns
@@ -44,6 +45,7 @@ from sojourn.wire.api import ArchiveInfo, SnapshotRequest
 
 PIECE = 1 << 20
 _WAIT_SECONDS = 60.0
+_AT_ONCE = 2
 
 
 class Export:
@@ -78,6 +80,8 @@ class Exports:
         self._snapshots = snapshots
         self._turns = turns
         self._requests = requests
+        # Each compresses a whole session in a process of its own.
+        self._writing = asyncio.Semaphore(_AT_ONCE)
 
     async def export(
         self, who: Principal, ref: str, snapshot: str | None, secret: bytes | None
@@ -100,11 +104,15 @@ class Exports:
                 images = {one.memory.id for one in snapshots if one.memory is not None}
                 held.enter_context(self._context.store.held(layers | images))
             await asyncio.to_thread(self._bring, layers, images)
+            root = self._context.store.root
+            if spare_room(root) <= 0:
+                raise StorageFull("the node's disk has no room for an archive")
             with disk_errors("making room for an archive"):
-                file = tempfile.TemporaryFile(dir=self._context.store.root)  # noqa: SIM115
+                file = tempfile.TemporaryFile(dir=root)  # noqa: SIM115
             try:
-                job = Job(file.fileno(), str(self._context.store.root), record, snapshots, secret)
-                written = await _write(job)
+                async with self._writing:
+                    job = Job(file.fileno(), str(root), record, snapshots, secret)
+                    written = await _write(job)
             except BaseException:
                 file.close()
                 raise

@@ -120,7 +120,7 @@ class Imports:
         with refusing():
             reader = ArchiveReader(file.fileno(), expect=expect, stop=stop)
         archive = open_archive(reader, secret, present=store.present)
-        free = _room(store.root)
+        free = spare_room(store.root)
         if archive.needed > free:
             raise StorageFull(
                 f"The archive needs {archive.needed} bytes on the node's disk; {free} are there"
@@ -200,7 +200,7 @@ def _event(who: Principal, archive: Archive, session: Session) -> AppendEvent:
     )
 
 
-def _room(place: Path) -> int:
+def spare_room(place: Path) -> int:
     """Bytes an import may take of a disk: whoever sends without end must leave room for the
     snapshots of others."""
     usage = shutil.disk_usage(place)
@@ -212,7 +212,7 @@ async def _receive(file: IO[bytes], chunks: AsyncIterator[bytes], place: Path) -
     held = bytearray()
 
     def write() -> None:
-        if len(held) > _room(place):
+        if len(held) > spare_room(place):
             raise StorageFull("The node's disk has no room for the archive.")
         with disk_errors("receiving an archive"):
             view = memoryview(bytes(held))
