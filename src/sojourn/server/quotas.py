@@ -9,9 +9,11 @@ files together gain within one look.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
+import stat
 from pathlib import Path
 
 from sojourn.database.writes import AppendEvent
@@ -19,27 +21,55 @@ from sojourn.errors import SojournError
 from sojourn.node.sandboxes import Sandbox
 from sojourn.server.context import Context
 from sojourn.server.registry import ActiveSession
+from sojourn.store.trees import join, open_below, open_directory
 
 log = logging.getLogger(__name__)
 
 
 def allocated_bytes(tree: Path) -> int:
-    """Bytes of disk under a directory that may be changing; what vanishes is not counted."""
+    """Bytes of disk under a directory that may be changing; what vanishes is not counted.
+
+    The session makes the tree, so it may be deeper than the kernel takes in one path: directories
+    are opened from the tree's own descriptor.
+    """
     total = 0
-    pending = [os.fspath(tree)]
-    while pending:
-        try:
-            with os.scandir(pending.pop()) as entries:
-                for entry in entries:
-                    try:
-                        facts = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue
-                    total += facts.st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
+    pending = [b""]
+    try:
+        base = open_directory(tree)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    try:
+        while pending:
+            path = pending.pop()
+            try:
+                directory = open_below(base, path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                if error.errno == errno.ELOOP:  # a link took its place meanwhile
+                    continue
+                raise
+            try:
+                total += _allocated_in(directory, path, pending)
+            finally:
+                os.close(directory)
+    finally:
+        os.close(base)
+    return total
+
+
+def _allocated_in(directory: int, path: bytes, pending: list[bytes]) -> int:
+    """What the entries of one directory hold; the directories among them become pending."""
+    total = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            try:
+                facts = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            total += facts.st_blocks * 512
+            if stat.S_ISDIR(facts.st_mode):
+                pending.append(join(path, os.fsencode(entry.name)))
     return total
 
 

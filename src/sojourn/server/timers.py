@@ -30,6 +30,7 @@ _TIDY_SECONDS = 30.0
 _PRUNE_SECONDS = 600.0
 _RETAIN_SECONDS = 300.0
 _RETRY_FIRST, _RETRY_MOST = 5.0, 300.0
+_SAY_AGAIN = 60.0  # seconds until the same failure of the same session is logged once more
 
 
 class Timers:
@@ -50,6 +51,7 @@ class Timers:
         self._quotas = quotas
         self._tasks: list[asyncio.Task[None]] = []
         self._not_before: dict[str, tuple[float, float]] = {}
+        self._complaints: dict[tuple[str, str], float] = {}  # when each was logged
 
     def start(self) -> None:
         """Begin."""
@@ -158,7 +160,17 @@ class Timers:
                     await self._quotas.check(active, sandbox)
             except (SojournError, OSError) as error:
                 # The other sessions are looked at all the same.
-                log.error("session %s cannot be looked at: %s", active.id, error)
+                self._complain(active.id, str(error))
+
+    def _complain(self, session: str, cause: str) -> None:
+        """Log why a session cannot be looked at; the same again only after a while."""
+        now = time.monotonic()
+        self._complaints = {
+            known: told for known, told in self._complaints.items() if now - told < _SAY_AGAIN
+        }
+        if (session, cause) not in self._complaints:
+            self._complaints[session, cause] = now
+            log.error("session %s cannot be looked at: %s", session, cause)
 
     async def _tidy(self) -> None:
         """Try again to remove what could not be removed."""

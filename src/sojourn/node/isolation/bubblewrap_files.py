@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from sojourn.node.isolation.long_paths import Inode, described, find, inode_of, target_of
 from sojourn.node.mounts import Mount, read_mounts
 
 _DELETED = " (deleted)"
@@ -27,8 +28,8 @@ def _root_mount(mounts: list[Mount]) -> int | None:
     return next((mount.id for mount in reversed(mounts) if mount.target == Path("/")), None)
 
 
-def _open(pid: int) -> Iterator[tuple[Path, str, int]]:
-    """Descriptors in the root tree: entry, path, flags."""
+def _open(pid: int) -> Iterator[tuple[Path, str | None, int]]:
+    """Descriptors in the root tree: entry, path (None when too long to be said), flags."""
     root = _root_mount(_mounts(pid))
     if root is None:
         return
@@ -41,7 +42,7 @@ def _open(pid: int) -> Iterator[tuple[Path, str, int]]:
                     name, _, value = line.partition(":")
                     facts[name] = value.strip()
                 if facts.get("mnt_id") == str(root):
-                    yield entry, os.fsdecode(entry.readlink()), int(facts["flags"], 8)
+                    yield entry, target_of(entry), int(facts["flags"], 8)
 
 
 def unlinked(pids: Iterable[int]) -> list[str]:
@@ -49,7 +50,12 @@ def unlinked(pids: Iterable[int]) -> list[str]:
     found: set[str] = set()
     for pid in pids:
         for entry, target, _ in _open(pid):
-            if target.endswith(_DELETED) and not _named_so(pid, entry, target):
+            if target is None:
+                with contextlib.suppress(FileNotFoundError):
+                    facts = entry.stat()
+                    if facts.st_nlink == 0:
+                        found.add(described(inode_of(facts)))
+            elif target.endswith(_DELETED) and not _named_so(pid, entry, target):
                 found.add(target.removesuffix(_DELETED))
     return sorted(found)
 
@@ -67,13 +73,21 @@ def writable(pids: Iterable[int]) -> list[str]:
     """Root-relative paths of regular files open or mapped for writing and still in the tree."""
     found: set[str] = set()
     for pid in pids:
+        deep: set[Inode] = set()
         for entry, target, flags in _open(pid):
-            if target.endswith(_DELETED) and not _named_so(pid, entry, target):
+            if target and target.endswith(_DELETED) and not _named_so(pid, entry, target):
                 continue
             with contextlib.suppress(FileNotFoundError):
                 writes = flags & os.O_ACCMODE in (os.O_WRONLY, os.O_RDWR)
-                if writes and not flags & os.O_PATH and stat.S_ISREG(entry.stat().st_mode):
-                    found.add(target.lstrip("/"))
+                facts = entry.stat()
+                if writes and not flags & os.O_PATH and stat.S_ISREG(facts.st_mode):
+                    if target is None:
+                        deep.add(inode_of(facts))
+                    else:
+                        found.add(target.lstrip("/"))
+        with contextlib.suppress(FileNotFoundError):  # the process ended
+            for names in find(Path(f"/proc/{pid}/root/"), deep).values():
+                found.update(names)
         found.update(_mapped(pid))
     return sorted(found)
 

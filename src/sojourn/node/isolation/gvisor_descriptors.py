@@ -16,19 +16,22 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from sojourn.node.isolation.long_paths import Inode, described, find, inode_of, target_of
+
 _TREE = "/root/"
 _DELETED = " (deleted)"
 # Binds below the tree are not part of it.
 _BOUND = ("/root/run/sojourn/",)
 
 
-def _open_in_tree(pid: int) -> Iterator[tuple[Path, str]]:
-    """Descriptors of a process that lead into the root tree, with where they lead."""
+def _open_in_tree(pid: int) -> Iterator[tuple[Path, str | None]]:
+    """Descriptors of a process that lead into the root tree, with where they lead; None where that
+    is deeper than can be said (of all that a sandbox sees only the root tree can be that deep)."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                target = os.fsdecode(entry.readlink())
-                if target.startswith(_TREE) and not target.startswith(_BOUND):
+                target = target_of(entry)
+                if target is None or (target.startswith(_TREE) and not target.startswith(_BOUND)):
                     yield entry, target
 
 
@@ -42,10 +45,19 @@ def unlinked(pids: Iterable[int], root: Path) -> list[str]:
     Another name (a hard link) does not help: the checkpoint keeps the name it was opened by.
     """
     found: set[str] = set()
+    linked: set[Inode] = set()
     for pid in pids:
         for entry, target in _open_in_tree(pid):
-            if target.endswith(_DELETED) and not _named_so(entry, root, target):
+            if target is None:
+                with contextlib.suppress(FileNotFoundError):
+                    facts = entry.stat()
+                    if facts.st_nlink == 0:
+                        found.add(described(inode_of(facts)))
+                    elif facts.st_nlink > 1 and stat.S_ISREG(facts.st_mode):
+                        linked.add(inode_of(facts))
+            elif target.endswith(_DELETED) and not _named_so(entry, root, target):
                 found.add(_path(target))
+    found.update(described(inode) for inode, names in find(root, linked).items() if not names)
     return sorted(found)
 
 
@@ -61,13 +73,20 @@ def _named_so(entry: Path, root: Path, target: str) -> bool:
 def writable(pids: Iterable[int], root: Path) -> list[str]:
     """Root-relative paths of regular files that are open for writing and still in the tree."""
     found: set[str] = set()
+    deep: set[Inode] = set()
     for pid in pids:
         for entry, target in _open_in_tree(pid):
-            if target.endswith(_DELETED) and not _named_so(entry, root, target):
+            if target and target.endswith(_DELETED) and not _named_so(entry, root, target):
                 continue
             with contextlib.suppress(FileNotFoundError):
-                if _writes(pid, entry.name) and stat.S_ISREG(entry.stat().st_mode):
-                    found.add(target.removeprefix(_TREE))
+                facts = entry.stat()
+                if stat.S_ISREG(facts.st_mode) and _writes(pid, entry.name):
+                    if target is None:
+                        deep.add(inode_of(facts))
+                    else:
+                        found.add(target.removeprefix(_TREE))
+    for names in find(root, deep).values():
+        found.update(names)
     return sorted(found)
 
 
