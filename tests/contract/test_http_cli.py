@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -13,13 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from sojourn import Sojourn
 from sojourn.cli.main import run
-from sojourn.errors import SessionNotFound
+from sojourn.errors import SessionNotFound, StoreUnreachable
 from sojourn.model import Retention
+from sojourn.wire.api import DurabilityInfo, SnapshotInfo
 from support.http_rig import HttpRig
 
 pytest_plugins = ["support.http_fixtures"]
@@ -230,6 +233,70 @@ def test_history(box: Any, client: Sojourn, capsys: pytest.CaptureFixture[str]) 
     assert said(capsys, "verify", box.id)[0] == 0
     assert json.loads(said(capsys, "session", "verify", box.id, "--json")[1])["ok"]
     assert "create" in said(capsys, "session", "events", box.id)[1]
+
+
+def test_durable_waits_for_the_object_store(
+    box: Any, rig: HttpRig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+    original = rig.service.durable
+
+    async def noted(who: Any, ref: str, snapshot: str | None, timeout: float) -> DurabilityInfo:
+        waits.append(timeout)
+        return await original(who, ref, snapshot, timeout)
+
+    monkeypatch.setattr(rig.service, "durable", noted)
+    for verb in ("snapshot", "pause", "suspend"):
+        assert said(capsys, "session", verb, box.id)[0] == 0
+        assert waits == []
+        assert said(capsys, "session", verb, "--durable", box.id)[0] == 0
+        assert len(waits) == 1 and waits.pop() > 60
+
+    async def away(*_given: Any) -> DurabilityInfo:
+        raise StoreUnreachable("not in the object store after 600 s")
+
+    monkeypatch.setattr(rig.service, "durable", away)
+    code, out, told = said(capsys, "session", "snapshot", "--durable", box.id)
+    assert (code, out) == (StoreUnreachable.exit_code, "") and "[store_unreachable]" in told
+
+
+def test_history_tells_what_is_durable(
+    box: Any, rig: HttpRig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = box.snapshot("sent").id, box.snapshot("unsent").id
+    original = rig.service.history
+
+    async def marked(*given: Any) -> list[SnapshotInfo]:
+        return [
+            msgspec.structs.replace(one, durable_at=1.0 if one.label == "sent" else None)
+            for one in await original(*given)
+        ]
+
+    monkeypatch.setattr(rig.service, "history", marked)
+    heading, *rows = said(capsys, "session", "history", box.id)[1].splitlines()
+    at = heading.index("DURABLE")
+    told = (
+        {row[at:].split()[0] for row in rows if first in row},
+        {row[at:].split()[0] for row in rows if second in row},
+    )
+    assert told == ({"yes"}, {"no"})
+
+
+def test_info_tells_policy_and_durability(
+    box: Any, rig: HttpRig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    box.snapshot()
+    shown = said(capsys, "session", "info", box.id)[1]
+    assert re.search(r"^policy +snapshots turn, idle after 900 s, adopt on stop", shown, re.M)
+    assert re.search(r"^keeps +for=3600,last=10,hourly=24,daily=30$", shown, re.M)
+    assert re.search(r"^durable +yes, up to its head$", shown, re.M)
+
+    async def behind(*_given: Any) -> DurabilityInfo:
+        return DurabilityInfo(box.id, "snp_1", False, 1, 7.0, None)
+
+    monkeypatch.setattr(rig.service, "durable", behind)
+    shown = said(capsys, "session", "info", box.id)[1]
+    assert re.search(r"^durable +no; 1 snapshot waits, for up to 7 s$", shown, re.M)
 
 
 def test_verify_fails_with_the_code_of_damage(

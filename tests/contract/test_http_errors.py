@@ -189,6 +189,13 @@ def test_a_bad_query_names_its_parameter(rig: HttpRig, query: str) -> None:
     assert found["details"]["field"] == query.partition("=")[0]
 
 
+@pytest.mark.parametrize("value", ["x", "durably", "601"])
+def test_a_bad_wait_is_told_both_forms(rig: HttpRig, value: str) -> None:
+    _, _, raw = rig.raw("POST", f"/v1/sessions?wait={value}", b"{}")
+    message = body_of(raw)["message"]
+    assert "`durable`" in message and ("number" in message or "0 to 600" in message)
+
+
 def test_bodies_are_bounded(rig: HttpRig, work: Any) -> None:
     for headers in ({}, {"transfer_encoding": "chunked"}):
         body = b'{"name": "' + b"x" * (9 * 1024 * 1024) + b'"}'

@@ -68,12 +68,20 @@ def test_how_far_the_object_store_is_behind() -> None:
     behind = ObjectStoreInfo("s3://bucket", 3, 12.4, 0, "it cannot be reached", [])
     assert object_store_facts(behind) == [
         ("object store", "s3://bucket"),
+        ("note", None),
         ("behind", "3 snapshots wait, for up to 12 s"),
         ("held up by", "it cannot be reached"),
     ]
-    level = ObjectStoreInfo("", 0, 0.0, 9, None, [])
+    (behind,) = [
+        value
+        for name, value in object_store_facts(ObjectStoreInfo("", 1, 2.0, 0, None, []))
+        if name == "behind"
+    ]
+    assert behind == "1 snapshot waits, for up to 2 s"
+    level = ObjectStoreInfo("", 0, 0.0, 9, None, [], in_data=True)
     assert object_store_facts(level) == [
         ("object store", "yes"),
+        ("note", "in the data directory: does not survive its loss"),
         ("behind", "nothing waits"),
         ("held up by", None),
     ]

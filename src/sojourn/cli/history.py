@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING
 import click
 
 from sojourn.cli.connection import session
-from sojourn.cli.output import emit, emit_json, json_option, moment, safe, say, size, table, working
+from sojourn.cli.output import (
+    durable_option,
+    emit,
+    emit_json,
+    json_option,
+    moment,
+    safe,
+    say,
+    size,
+    table,
+    working,
+)
 
 if TYPE_CHECKING:
     from sojourn.wire.api import DiffInfo, EventInfo, SnapshotInfo, VerifyReport
@@ -19,11 +30,14 @@ _SIGNS = {"added": "A", "changed": "M", "removed": "D"}
 @click.argument("ref", metavar="SESSION")
 @click.option("--label", "-l", help="Label to find it by.")
 @click.option("--files-only", is_flag=True, help="Leave memory out.")
+@durable_option
 @json_option
-def snapshot(ref: str, label: str | None, files_only: bool, as_json: bool) -> None:
+def snapshot(
+    ref: str, label: str | None, files_only: bool, wait: str | None, as_json: bool
+) -> None:
     found = session(ref)
     with working("Taking a snapshot", quiet=as_json):
-        taken = found.snapshot(label, memory=not files_only)
+        taken = found.snapshot(label, memory=not files_only, wait=wait)
     emit(taken, as_json, lambda: say(taken.id))
 
 
@@ -37,7 +51,7 @@ def history(ref: str, as_json: bool) -> None:
 
 def _show_history(found: list[SnapshotInfo]) -> None:
     table(
-        ["", "SNAPSHOT", "LABEL", "KIND", "MEMORY", "FILES", "TAKEN"],
+        ["", "SNAPSHOT", "LABEL", "KIND", "MEMORY", "FILES", "DURABLE", "TAKEN"],
         [
             (
                 "*" if one.current else "",
@@ -46,6 +60,7 @@ def _show_history(found: list[SnapshotInfo]) -> None:
                 one.kind,
                 size(one.memory_bytes) if one.memory else "thinned" if one.thinned else "no",
                 size(one.layer_bytes),
+                "no" if one.durable_at is None else "yes",
                 moment(one.created_at),
             )
             for lines, one in as_tree(found)

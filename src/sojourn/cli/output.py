@@ -40,6 +40,23 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="JSON for programs.")(command)
 
 
+def durable_option(command: F) -> F:
+    """`--durable` of a command; it gets `wait`, as the client's methods take it."""
+    return click.option(
+        "--durable",
+        "wait",
+        is_flag=True,
+        flag_value="durable",
+        default=None,
+        help="Return only when the object store has it, too.",
+    )(command)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun in the right number."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def emit_json(value: Any) -> None:
     """One JSON document on standard output."""
     click.echo(msgspec.json.encode(value))

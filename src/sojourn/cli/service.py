@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from sojourn.cli.connection import connect
-from sojourn.cli.output import emit, facts, json_option, moment, say, size, table
+from sojourn.cli.output import counted, emit, facts, json_option, moment, say, size, table
 from sojourn.wire.api import ObjectStoreInfo
 
 
@@ -25,12 +25,13 @@ def status(as_json: bool) -> None:
                 ("disk free", size(found.disk_free_bytes)),
                 ("store", size(found.store_bytes)),
                 *object_store_facts(found.objects),
+                *((f"sessions {state}", n) for state, n in sorted(found.sessions.items())),
+                *(
+                    (f"driver {name}", ", ".join(capabilities) or "files only")
+                    for name, capabilities in sorted(found.drivers.items())
+                ),
             ]
         )
-        for state, count in sorted(found.sessions.items()):
-            say(f"sessions {state}: {count}")
-        for driver, capabilities in sorted(found.drivers.items()):
-            say(f"driver {driver}: {', '.join(capabilities) or 'files only'}")
 
     emit(found, as_json, show)
 
@@ -39,9 +40,11 @@ def object_store_facts(found: ObjectStoreInfo | None) -> list[tuple[str, object]
     """How far the object store is behind."""
     if found is None:
         return [("object store", "none")]
-    behind = f"{found.waiting} snapshots wait, for up to {found.lag:.0f} s"
+    verb = "waits" if found.waiting == 1 else "wait"
+    behind = f"{counted(found.waiting, 'snapshot')} {verb}, for up to {found.lag:.0f} s"
     return [
         ("object store", found.url or "yes"),
+        ("note", "in the data directory: does not survive its loss" if found.in_data else None),
         ("behind", behind if found.waiting else "nothing waits"),
         ("held up by", found.error),
     ]

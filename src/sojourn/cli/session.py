@@ -10,6 +10,8 @@ import click
 from sojourn.cli import copying, history, processes, terminal
 from sojourn.cli.connection import connect, session
 from sojourn.cli.output import (
+    counted,
+    durable_option,
     emit,
     facts,
     json_option,
@@ -23,7 +25,8 @@ from sojourn.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from sojourn.wire.api import SessionInfo
+    from sojourn.model import Policy
+    from sojourn.wire.api import DurabilityInfo, SessionInfo
 
 
 @click.group("session", help="Sessions: make, use, move and delete them.")
@@ -159,7 +162,54 @@ def ls(as_json: bool, state: str | None, labels: tuple[str, ...]) -> None:
     emit(rows, as_json, show)
 
 
-def show_session(info: SessionInfo) -> None:
+def policy_text(policy: Policy) -> str:
+    """A policy for people."""
+    parts = [f"snapshots {policy.auto_snapshot}"]
+    if policy.idle_timeout is None:
+        parts.append("never idle")
+    else:
+        parts.append(f"idle after {policy.idle_timeout:g} s")
+    if policy.max_lifetime is not None:
+        parts.append(f"{policy.on_expiry} after {policy.max_lifetime:g} s")
+    if not policy.auto_resume:
+        parts.append("no call wakes it")
+    parts.append(f"{policy.on_stop} on stop")
+    parts.append(f"{size(policy.auto_memory_bytes)} of automatic memory images")
+    return ", ".join(parts)
+
+
+def retention_text(policy: Policy) -> str:
+    """Which automatic snapshots are kept, in the words of `--keep`."""
+    if policy.retention is None:
+        return "all"
+    rules = {word: getattr(policy.retention, field) for word, field in _KEEP.items()}
+    kept = [f"{word}={value:g}" for word, value in rules.items() if value]
+    for word, spared in (
+        ("labelled", policy.retention.labelled),
+        ("asked for", policy.retention.explicit),
+    ):
+        if not spared:
+            kept.append(f"also those {word} go")
+    return ",".join(kept) or "none"
+
+
+def durability_text(found: DurabilityInfo) -> str:
+    """How far a session is in the object store."""
+    if found.head is None:
+        return "nothing yet: there is no snapshot"
+    if found.head_durable:
+        text = "yes, up to its head"
+    elif found.durable_head_at is not None:
+        text = f"up to {moment(found.durable_head_at)}, not its head"
+    else:
+        text = "no"
+    if not found.waiting:
+        return text
+    verb = "waits" if found.waiting == 1 else "wait"
+    return f"{text}; {counted(found.waiting, 'snapshot')} {verb}, for up to {found.lag:.0f} s"
+
+
+def show_session(info: SessionInfo, durability: DurabilityInfo | None = None) -> None:
     """A session for people."""
     limits = info.limits
     facts(
@@ -180,6 +230,9 @@ def show_session(info: SessionInfo) -> None:
                 f"{limits.cpus:g} cores, {size(limits.memory_bytes)} memory,"
                 f" {size(limits.disk_bytes)} disk, {limits.pids} processes",
             ),
+            ("policy", policy_text(info.policy)),
+            ("keeps", retention_text(info.policy)),
+            ("durable", durability and durability_text(durability)),
             ("created", moment(info.created_at)),
             ("suspends when idle", moment(info.idle_deadline) or None),
             ("expires", moment(info.lifetime_deadline) or None),
@@ -191,8 +244,8 @@ def show_session(info: SessionInfo) -> None:
 @click.argument("ref", metavar="SESSION")
 @json_option
 def get(ref: str, as_json: bool) -> None:
-    info = session(ref).info
-    emit(info, as_json, lambda: show_session(info))
+    found = session(ref)
+    emit(found.info, as_json, lambda: show_session(found.info, found.durability()))
 
 
 command.add_command(get)
@@ -225,22 +278,24 @@ def keepalive(ref: str, seconds: float, as_json: bool) -> None:
 
 @command.command("pause", help="Freeze a session in memory.")
 @click.argument("ref", metavar="SESSION")
+@durable_option
 @json_option
-def pause(ref: str, as_json: bool) -> None:
+def pause(ref: str, wait: str | None, as_json: bool) -> None:
     found = session(ref)
     with working("Pausing", quiet=as_json):
-        found.pause()
+        found.pause(wait=wait)
     emit(found.info, as_json, lambda: say(f"{found.id} {found.state}"))
 
 
 @command.command("suspend", help="Put a session away: no memory is used until it is needed.")
 @click.argument("ref", metavar="SESSION")
 @click.option("--files-only", is_flag=True, help="Keep files only; its processes end.")
+@durable_option
 @json_option
-def suspend(ref: str, files_only: bool, as_json: bool) -> None:
+def suspend(ref: str, files_only: bool, wait: str | None, as_json: bool) -> None:
     found = session(ref)
     with working("Suspending", quiet=as_json):
-        found.suspend(memory=not files_only)
+        found.suspend(memory=not files_only, wait=wait)
     emit(found.info, as_json, lambda: say(f"{found.id} {found.state}"))
 
 

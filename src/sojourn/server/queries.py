@@ -93,12 +93,15 @@ def _convert(name: str, query: Query, value: bytes) -> Any:
     try:
         number = _number(query.kind, text)
     except ValueError as error:
-        raise InvalidRequest(f"query parameter `{name}` is not a number", field=name) from error
+        wanted = f"a number of seconds or `{DURABLE}`" if query.kind == "wait" else "a number"
+        raise InvalidRequest(f"query parameter `{name}` is not {wanted}", field=name) from error
     if (query.low is not None and number < query.low) or (
         query.high is not None and number > query.high
     ):
         raise InvalidRequest(
-            f"query parameter `{name}` is out of range ({query.low} to {query.high})", field=name
+            f"query parameter `{name}` is out of range ({query.low} to {query.high}"
+            + (f", or `{DURABLE}`)" if query.kind == "wait" else ")"),
+            field=name,
         )
     return number
 

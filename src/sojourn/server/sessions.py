@@ -61,7 +61,7 @@ from sojourn.server.snapshots import Snapshots
 from sojourn.server.timers import Timers
 from sojourn.server.turns import Turns
 from sojourn.server.verbs import Verbs
-from sojourn.server.views import durability_info, session_info, snapshot_info
+from sojourn.server.views import durability_info, lies_in, session_info, snapshot_info
 from sojourn.wire.api import (
     CodeRequest,
     CreateSession,
@@ -531,6 +531,7 @@ class Sessions:
             sent_bytes=status.sent_bytes if tenant is None else 0,
             error=status.error if tenant is None else status.error and "the store is behind",
             sessions=behind,
+            in_data=lies_in(status.url, self._context.store.root.parent),
         )
 
     async def durable(

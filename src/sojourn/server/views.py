@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from sojourn.database.records import Durability, Event, Operation, SnapshotRecord
 from sojourn.errors import ErrorBody
@@ -68,6 +71,19 @@ def snapshot_info(record: SnapshotRecord, head: str | None) -> SnapshotInfo:
         current=record.id == head,
         durable_at=record.durable_at,
     )
+
+
+def lies_in(url: str | None, directory: Path) -> bool:
+    """Whether an object store's URL, or path, means a place in a directory."""
+    if url is None:
+        return False
+    if url.startswith("file:"):
+        place = Path(unquote(urlsplit(url).path))
+    elif re.match(r"(memory|s3):", url):
+        return False
+    else:
+        place = Path(url).expanduser()
+    return place.resolve().is_relative_to(directory.resolve())
 
 
 def durability_info(found: Durability, now: float) -> DurabilityInfo:

@@ -407,7 +407,8 @@ class TokenInfo(msgspec.Struct, frozen=True):
 
 class ObjectStoreInfo(msgspec.Struct, frozen=True):
     """Where snapshots become durable and how far behind that is: `waiting` snapshots, the oldest
-    for `lag` seconds; `error` is what holds it up. `sessions` lists those that wait."""
+    for `lag` seconds; `error` is what holds it up. `sessions` lists those that wait. One that lies
+    `in_data`, the server's data directory, does not survive its loss."""
 
     url: str
     waiting: int
@@ -415,6 +416,7 @@ class ObjectStoreInfo(msgspec.Struct, frozen=True):
     sent_bytes: int
     error: str | None
     sessions: list[DurabilityInfo]
+    in_data: bool = False
 
 
 class StatusInfo(msgspec.Struct, frozen=True):
