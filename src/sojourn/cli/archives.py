@@ -1,7 +1,8 @@
 """`sojourn export` and `sojourn import`: sessions as files.
 
 Guarantee: a file that is there after `export` is a whole archive, and what it prints tells it from
-any other; `import` makes one new session or nothing. `-` is standard output or input.
+any other; `import` makes one new session or nothing. `-` is standard output or input; a pipe or
+device is written to as it stands.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _told(renew: Callable[[str], None], what: str) -> Callable[[int, int | None]
     ),
 )
 @click.argument("source", metavar="SESSION|SNAPSHOT")
-@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
+@click.argument("file", type=click.Path(dir_okay=False, readable=False, allow_dash=True))
 @click.option("--key-file", type=click.Path(path_type=Path, dir_okay=False), help=_KEY_HELP)
 @json_option
 def export(source: str, file: str, key_file: Path | None, as_json: bool) -> None:

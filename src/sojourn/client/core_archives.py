@@ -2,7 +2,8 @@
 
 Guarantee: a received archive is whole (its size and the digest at its end are those the server
 told) or an error is raised; a file at the target path is replaced whole or not at all, and nobody
-but its owner can read it.
+but its owner can read it. What a symbolic link names is replaced, never the link. A pipe or device
+is written to as it stands: no file takes its place.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import binascii
 import contextlib
 import os
+import secrets
+import stat
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -70,22 +73,31 @@ class Receiving:
         self._size = 0
         self._info: ArchiveInfo | None = None
         self._path = Path(target) if isinstance(target, str | os.PathLike) else None
+        self._replaced: Path | None = None  # past every link
         self._fresh: Path | None = None
         if self._path is None:
             self._file: Any = target
             return
-        self._fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
         with _writing(self._path):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._replaced = _replaced(self._path)
+            if self._replaced is None:
+                self._file = _open_special(self._path)
+                return
+            self._fresh = self._replaced.with_name(f".{secrets.token_hex(16)}.part")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             self._file = os.fdopen(os.open(self._fresh, flags, 0o600), "wb", buffering=0)
 
     def __enter__(self) -> Receiving:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._fresh is not None:
+        if self._path is None:
+            return
+        try:
             self._file.close()
-            self._fresh.unlink(missing_ok=True)
+        finally:
+            if self._fresh is not None:
+                self._fresh.unlink(missing_ok=True)
 
     def begin(self, headers: Mapping[str, str]) -> None:
         """What the server says of the archive. Raises Unreachable where it says nothing."""
@@ -113,12 +125,52 @@ class Receiving:
         digest = self._hasher.hexdigest()
         if info is None or self._size != info.bytes or digest != info.digest:
             raise ArchiveInvalid("The archive was damaged on its way.", next_step="Export again.")
-        if self._path is not None and self._fresh is not None:
+        if self._path is not None:
             with _writing(self._path):
-                os.fsync(self._file.fileno())
+                if self._fresh is not None or _is_disk(self._file.fileno()):
+                    os.fsync(self._file.fileno())
                 self._file.close()
-                self._fresh.replace(self._path)
+                if self._fresh is not None and self._replaced is not None:
+                    self._fresh.replace(self._replaced)
         return info
+
+
+def _replaced(path: Path) -> Path | None:
+    """The file to put in place of what the path names, past every link; None where a pipe or
+    device is to be written to. Raises FileConflict for a directory and for a socket."""
+    place = Path(os.path.realpath(path))
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return place  # a link may well lead to a file that is not there yet
+    if stat.S_ISDIR(found.st_mode) or stat.S_ISSOCK(found.st_mode):
+        kind = "directory" if stat.S_ISDIR(found.st_mode) else "socket"
+        raise FileConflict(
+            f"{path} is a {kind}.", next_step="Name a file for the archive.", path=str(path)
+        )
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    # An open file without a name (/proc/self/fd/N) is none that could be replaced.
+    if not place.exists() or not os.path.samestat(place.stat(), found):
+        raise FileConflict(
+            f"{path} names a file that was removed.",
+            next_step="Name a file for the archive.",
+            path=str(path),
+        )
+    return place
+
+
+def _open_special(path: Path) -> BinaryIO:
+    """A pipe or device, for writing. Waits for who reads a pipe."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)  # just put there: it is not ours to overwrite in parts
+        raise FileConflict(f"{path} changed just now.", next_step="Try again.", path=str(path))
+    return os.fdopen(descriptor, "wb", buffering=0)
+
+
+def _is_disk(descriptor: int) -> bool:
+    return stat.S_ISBLK(os.fstat(descriptor).st_mode)
 
 
 @contextlib.contextmanager
