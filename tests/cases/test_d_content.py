@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sojourn.client import Session
+from sojourn.errors import UnlinkedOpenFile
 from support.tree_manifest import differences, make_tree, manifest
 
 
@@ -153,3 +154,66 @@ def test_c38_names_that_are_not_utf8_in_diff_arguments_and_environment(session: 
     assert change.path_bytes == b"/srv/\xff\xfe"
     assert change.kind == "added"
     assert session.exec([b"printf", b"%s", b"\xff\x80"]).stdout == b"\xff\x80"
+
+
+DEEP = """
+import os, sys
+os.chdir("/srv")
+for level in range(30):
+    name = f"{level:03}" + "d" * 197
+    if sys.argv[1] == "make":
+        os.mkdir(name)
+    os.chdir(name)
+exec(sys.argv[2])
+"""
+
+
+def deep(session: Session, script: str, *, make: bool = False) -> str:
+    """Run a script at the bottom of a directory deeper than any path can say."""
+    ran = session.exec(["python3", "-c", DEEP, "make" if make else "go", script])
+    assert ran.exit_code == 0, ran
+    return ran.text
+
+
+def test_c32_directories_deeper_than_any_path(session: Session) -> None:
+    deep(session, "open('bottom', 'w').write('one'); os.link('bottom', 'second')", make=True)
+    holder = session.spawn(
+        ["python3", "-u", "-c", DEEP, "go", "f = open('bottom', 'r+'); print('ready'); input()"],
+        stdin="pipe",
+    )
+    for piece in holder.output():
+        if b"ready" in piece.data:
+            break
+    taken = session.snapshot("deep")
+    session.suspend()
+    session.resume()
+    assert deep(session, "print(open('bottom').read())") == "one\n"
+    assert holder.refresh().running
+    deep(session, "open('bottom', 'w').write('two')")
+    session.suspend(memory=False)
+    assert deep(session, "print(open('bottom').read())") == "two\n"
+    assert session.verify().ok
+    [fork] = session.fork(1, snapshot=taken)
+    assert deep(fork, "print(open('bottom').read())") == "one\n"
+    fork.delete()
+    session.rollback(taken)
+    assert deep(session, "print(open('second').read())") == "one\n"
+    session.exec("chmod -R u+rwx /srv; rm -rf /srv/000*")
+    session.suspend(memory=False)  # the restored process holds the file that is gone
+    assert session.exec("ls /srv").text == ""
+
+
+def test_c41_a_lost_name_deeper_than_any_path_is_refused(session: Session) -> None:
+    deep(session, "open('linked', 'w').write('x'); os.link('linked', '/srv/other')", make=True)
+    for name in ("lost", "linked"):
+        hold = f"f = open('{name}', 'a'); os.unlink('{name}'); print('ready'); input()"
+        holder = session.spawn(["python3", "-u", "-c", DEEP, "go", hold], stdin="pipe")
+        for piece in holder.output():
+            if b"ready" in piece.data:
+                break
+        with pytest.raises(UnlinkedOpenFile):
+            session.snapshot()
+        holder.kill()
+        holder.wait()
+    taken = session.snapshot()
+    assert taken.memory

@@ -45,7 +45,7 @@ def unlinked(pids: Iterable[int], root: Path) -> list[str]:
     Another name (a hard link) does not help: the checkpoint keeps the name it was opened by.
     """
     found: set[str] = set()
-    linked: set[Inode] = set()
+    named: set[Inode] = set()
     for pid in pids:
         for entry, target in _open_in_tree(pid):
             if target is None:
@@ -53,11 +53,11 @@ def unlinked(pids: Iterable[int], root: Path) -> list[str]:
                     facts = entry.stat()
                     if facts.st_nlink == 0:
                         found.add(described(inode_of(facts)))
-                    elif facts.st_nlink > 1 and stat.S_ISREG(facts.st_mode):
-                        linked.add(inode_of(facts))
+                    elif stat.S_ISREG(facts.st_mode):
+                        named.add(inode_of(facts))
             elif target.endswith(_DELETED) and not _named_so(entry, root, target):
                 found.add(_path(target))
-    found.update(described(inode) for inode, names in find(root, linked).items() if not names)
+    found.update(described(inode) for inode, names in find(root, named).items() if not names)
     return sorted(found)
 
 
