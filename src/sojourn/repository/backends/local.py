@@ -11,6 +11,11 @@ is there does so under the one lock of the directory.
 
 `#` is in no key, so neither is ever listed or named.
 
+Below the directory there are directories and regular files alone. Anything else under a name that a
+key could have (a link, a pipe) is damage, or leads out of the store: whoever comes to it, reading,
+writing, removing or listing, is told IntegrityError, so no two of them can differ about it. The
+directory itself may be a link.
+
 This does not go through obstore's LocalStore: as of 0.12 that has no conditional replace
 (`PutMode::Update` is not implemented for it), and whether it syncs files and directories was not
 traced. What remained for it were reads, which are one `pread` each here.
@@ -44,7 +49,7 @@ from sojourn.repository.backends.object_keys import check_key, check_prefix, che
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NESTED = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY})
-_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})  # a link is no object
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _PIECE = 1 << 30  # bytes asked of one system call
 _BATCH = 256  # deletions under one hold of the lock
@@ -91,6 +96,7 @@ class LocalBackend:
     def _put(self, key: str, path: Path, data: bytes, create: bool, replaces: str | None) -> str:
         with self._directory.staged(data) as (temporary, descriptor):
             for _ in range(2):
+                self._check_way(key)
                 self._make_parents(key)
                 try:
                     if create:
@@ -151,22 +157,22 @@ class LocalBackend:
         at = self._root
         for part in parts:
             parent, at = at, at / part
-            try:
+            with contextlib.suppress(FileExistsError):
                 at.mkdir(mode=0o700)
-            except FileExistsError:
-                if at.is_symlink():  # would lead out of the store
-                    raise StoreRefused(f"{at} is a link; nothing is written there.") from None
             sync_directory(parent)
         with self._guard:
             self._known.add(directory)
 
     def delete(self, keys: Sequence[str]) -> None:
-        paths = [self._root / check_key(key) for key in keys]
+        for key in keys:
+            check_key(key)
         parents = set()
         with self._failures("removing objects"):
-            for start in range(0, len(paths), _BATCH):
+            for start in range(0, len(keys), _BATCH):
                 with self._directory.locked():
-                    for path in paths[start : start + _BATCH]:
+                    for key in keys[start : start + _BATCH]:
+                        self._check_way(key)
+                        path = self._root / key
                         if _unlink(path):
                             parents.add(path.parent)
             for parent in parents:
@@ -205,8 +211,10 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, os.stat_result]]:
+        check_key(key)
+        self._check_way(key)
         try:
-            descriptor = os.open(self._root / check_key(key), _READ)
+            descriptor = os.open(self._root / key, _READ)
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
@@ -220,11 +228,28 @@ class LocalBackend:
         finally:
             os.close(descriptor)
 
+    def _check_way(self, key: str) -> None:
+        """Raise IntegrityError where something other than a directory or file lies at the key or
+        on the way to it."""
+        at = str(self._root)
+        name = ""
+        for part in key.split("/"):
+            at = f"{at}/{part}"
+            name = f"{name}/{part}" if name else part
+            try:
+                mode = os.lstat(at).st_mode
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                raise _stranger(name)
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """In the order of the keys."""
         check_prefix(prefix)
         with self._failures(f"listing {prefix or 'everything'}"):
             self._directory.require()
+            if prefix:
+                self._check_way(prefix[:-1])
             try:
                 found = self._entries(prefix)
             except (FileNotFoundError, NotADirectoryError):
@@ -250,9 +275,14 @@ class LocalBackend:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     found.append((entry.name + "/", None))
-                elif entry.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):  # removed just now
-                        found.append((entry.name, entry.stat(follow_symlinks=False)))
+                    continue
+                try:
+                    facts = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # removed just now
+                    continue
+                if not stat.S_ISREG(facts.st_mode):
+                    raise _stranger(prefix + entry.name)
+                found.append((entry.name, facts))
         found.sort(key=lambda pair: pair[0])
         return found
 
@@ -284,6 +314,14 @@ class LocalBackend:
             if error.errno == errno.ENOENT:
                 self._directory.require()
             raise StoreUnreachable(f"{cause}: {where}.", cause=cause) from error
+
+
+def _stranger(name: str) -> IntegrityError:
+    return IntegrityError(
+        f"{name} in the object store is neither a file nor a directory.",
+        next_step="Find out who put it there; take it away or bring back what it stands for.",
+        object=name,
+    )
 
 
 def _unlink(path: Path) -> bool:
