@@ -368,3 +368,30 @@ def test_a_store_that_alone_holds_something_is_not_left(tmp_path: Path, only_the
             await other.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("left", ["nothing", "directory"])
+def test_a_known_store_that_vanished_is_refused_and_not_made_anew(
+    tmp_path: Path, left: str
+) -> None:
+    """An unmounted file system looks like an empty directory, or like none."""
+
+    async def scenario() -> None:
+        async with world(tmp_path) as here:
+            place = tmp_path / "old"
+            await settled_on(here.database, place)
+            place.rename(tmp_path / "unmounted")
+            if left == "directory":
+                place.mkdir()
+            opening = StoreOpening(here.database, place.as_uri(), None, tmp_path / "store")
+            with pytest.raises(StoreRefused, match="was this server's object store"):
+                await opening.start()
+            if left == "directory":
+                assert list(place.iterdir()) == []
+                place.rmdir()
+            assert not place.exists()
+            (tmp_path / "unmounted").rename(place)
+            assert await opening.start() is None
+            await opening.close()
+
+    asyncio.run(scenario())

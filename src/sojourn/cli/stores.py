@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import unquote, urlsplit
 
 import click
 
-from sojourn.errors import InvalidRequest, ObjectMissing
+from sojourn.errors import InvalidRequest
 from sojourn.model.paths import data_directory
 
 if TYPE_CHECKING:
@@ -63,25 +61,11 @@ def opened_repository(url: str | None, key_file: Path | None, data: Path) -> Ite
     location = store_location(url, data)
     if location is None:
         raise InvalidRequest("the server keeps no object store (SOJOURN_STORE is `none`)")
-    place = local_place(location)
-    if place is not None and not os.path.lexists(place / "config"):
-        # Opening a directory makes it; a name that is spelled wrong should not become a store.
-        raise ObjectMissing(
-            f"there is no object store in {place}",
-            next_step="Check the place (--store, SOJOURN_STORE), and that its disk is mounted.",
-        )
     repository = Repository.open(location, store_secret(key_file))
     try:
         yield repository
     finally:
         repository.close()
-
-
-def local_place(location: str) -> Path | None:
-    """The directory that a URL or path means; None where it means no local one."""
-    if location.startswith("file://"):
-        return Path(unquote(urlsplit(location).path))
-    return None if re.match(r"\w+:", location) else Path(location).expanduser()
 
 
 def store_location(given: str | None, data: Path) -> str | None:

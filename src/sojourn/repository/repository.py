@@ -76,12 +76,13 @@ class Repository:
         options: Mapping[str, str] | None = None,
         opening: Callable[[Backend], None] | None = None,
     ) -> Repository:
-        """Open the repository at a URL; with `create` it is made where there is none. `opening` is
-        given the backend before anything is asked of it: closing it ends the waiting.
+        """Open the repository at a URL; with `create` it is made where there is none, and nothing
+        is made otherwise, not even a directory. `opening` is given the backend before anything is
+        asked of it: closing it ends the waiting.
 
         Raises ObjectMissing (there is none), StoreKeyInvalid, StoreUnreachable, StoreRefused.
         """
-        backend = open_backend(url, options=options)
+        backend = open_backend(url, create=create, options=options)
         if opening is not None:
             opening(backend)
         try:

@@ -115,7 +115,7 @@ class _Worker:
 
     def _open(self) -> Repository:
         start = self._start
-        backend = open_backend(start.url)
+        backend = open_backend(start.url, create=False)
         try:
             found = config.read(backend)
             if (found.id, found.encrypted) != (start.repository, start.encrypted):

@@ -166,6 +166,10 @@ class StoreOpening:
                 )
             except ObjectMissing as error:
                 raise _another(known, "there is no repository any more") from error
+            except StoreUnreachable as error:
+                if "absent" not in error.details:
+                    raise
+                raise _another(known, "there is none any more") from error
             if known is not None and found.config.id != known.repository:
                 found.close()
                 raise _another(known, "another repository stands there now")

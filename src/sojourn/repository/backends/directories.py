@@ -40,6 +40,19 @@ class Directory:
         sync_directory(self.root)
         self._sweep()
 
+    def take_up(self) -> None:
+        """Remove what crashed writers left, and make nothing. Raises StoreUnreachable, with
+        `absent` among its details, where there is no store."""
+        if not self.is_store():
+            raise StoreUnreachable(
+                f"There is no object store in {self.root}; its file system may not be mounted.",
+                next_step="Check the place, and that its file system is mounted.",
+                url=self.root.as_uri(),
+                absent=True,
+            )
+        with contextlib.suppress(FileNotFoundError):
+            self._sweep()
+
     def is_store(self) -> bool:
         """Whether the store is there: what stands at an unmounted file system's place is none."""
         return (self.root / LOCK).exists()

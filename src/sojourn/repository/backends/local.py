@@ -56,21 +56,27 @@ _BATCH = 256  # deletions under one hold of the lock
 
 
 class LocalBackend:
-    """Implements `sojourn.repository.backends.base.Backend` in a directory. The directory is made
-    when it is not there."""
+    """Implements `sojourn.repository.backends.base.Backend` in a directory. With `create` it is
+    made a store when it is none; otherwise nothing is made, and StoreUnreachable raised."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, create: bool = True) -> None:
         self._root = root.absolute()
         self._directory = Directory(self._root)
         self._known: set[str] = set()  # directories that are there and synced
         self._guard = threading.Lock()
         with self._failures("opening the store"):
             try:
-                make_root(self._root)
+                if create:
+                    make_root(self._root)
+                elif self._root.exists() and not self._root.is_dir():
+                    raise NotADirectoryError(self._root)
             except (NotADirectoryError, FileExistsError):
                 raise InvalidRequest(f"The object store {self._root} is no directory.") from None
             try:
-                self._directory.prepare()
+                if create:
+                    self._directory.prepare()
+                else:
+                    self._directory.take_up()
             except OSError as error:
                 # A store that may only be read is one too: putting will say what is wrong.
                 if error.errno not in _REFUSED or not self._directory.is_store():

@@ -35,9 +35,16 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _FORMS = "file:///DIR, a path, s3://BUCKET/PREFIX or memory:"
 
 
-def open_backend(url: str, *, options: Mapping[str, str] | None = None) -> Backend:
+def open_backend(
+    url: str, *, create: bool = True, options: Mapping[str, str] | None = None
+) -> Backend:
     """The backend of a URL. `options` stand in for the process's environment where they name a
-    variable (AWS_*, SOJOURN_STORE_TIMEOUT, SOJOURN_STORE_PATIENCE)."""
+    variable (AWS_*, SOJOURN_STORE_TIMEOUT, SOJOURN_STORE_PATIENCE). With `create` a directory is
+    made a store where it is none; otherwise nothing is made, and StoreUnreachable says so: what
+    stands at the place of a file system that is not mounted must not become a store.
+
+    Raises InvalidRequest, StoreUnreachable, StoreRefused.
+    """
     settings = {**os.environ, **(options or {})}
     if not url:
         raise InvalidRequest(f"The object store's URL is empty; it is {_FORMS}.")
@@ -45,7 +52,7 @@ def open_backend(url: str, *, options: Mapping[str, str] | None = None) -> Backe
         raise InvalidRequest("The object store's URL has a zero byte.")
     if "://" not in url and not re.match(r"(memory|file|s3):", url):
         try:
-            return LocalBackend(Path(url).expanduser())
+            return LocalBackend(Path(url).expanduser(), create=create)
         except RuntimeError:
             raise InvalidRequest("The object store's path begins with no user's home.") from None
     try:
@@ -62,7 +69,7 @@ def open_backend(url: str, *, options: Mapping[str, str] | None = None) -> Backe
     if parts.scheme == "file":
         if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
             raise InvalidRequest("A file URL names an absolute path on this host: file:///DIR.")
-        return LocalBackend(Path(unquote(parts.path)))
+        return LocalBackend(Path(unquote(parts.path)), create=create)
     if parts.scheme == "s3":
         return _open_s3(parts, settings)
     raise InvalidRequest(f"No object store is known by {parts.scheme}://; it is {_FORMS}.")
