@@ -26,6 +26,10 @@ def test_directories_are_named_by_path_or_url(tmp_path: Path, monkeypatch) -> No
         "d d": (tmp_path / "d d").as_uri(),
         "e": f"file://localhost{tmp_path}/e",
         "f%41": str(tmp_path / "f%41"),
+        "g?h#i": str(tmp_path / "g?h#i"),
+        "j?k#l": (tmp_path / "j?k#l").as_uri(),
+        "m\udcff": (tmp_path / "m\udcff").as_uri(),
+        "n\u00fc": f"FILE://{tmp_path}/n\u00fc",
     }.items():
         backend = open_backend(url)
         assert isinstance(backend, LocalBackend)
@@ -40,6 +44,8 @@ def test_buckets_and_memory_are_named_by_url() -> None:
         "s3://bucket/": "s3://bucket",
         "s3://my.bucket-1/some/pre_fix/": "s3://my.bucket-1/some/pre_fix",
         "memory:": "memory:",
+        "S3://bucket/Prefix": "s3://bucket/Prefix",
+        "MEMORY:": "memory:",
     }.items():
         backend = open_backend(url, options=KEYS)
         assert isinstance(backend, ObjectBackend)
@@ -61,6 +67,23 @@ def test_other_urls_are_refused_without_being_repeated(url: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         open_backend(url, options=KEYS)
     assert "wJalrXUtnFEMI" not in str(refused.value) + repr(refused.value.details)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "file://{}?q=1", "file://{}?", "file://{}#x", "file://{}#", "file://host{}", "file://",
+        "file:", "file://{}%00", "file://{}%00/x", "file://{}/a\tb", "file://{}/a\n",
+        " file://{}", "file://{} ", "FILE:relative", "S3:bucket", "memory:{}", "memory://{}",
+        "s3://bucket/x?", "s3://bucket/x#", "s3://bucket/a\tb",
+    ],
+)  # fmt: skip
+def test_no_part_of_a_url_is_passed_over(tmp_path: Path, monkeypatch, form: str) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    with pytest.raises(InvalidRequest):
+        open_backend(form.format(tmp_path / "store"), options=KEYS)
+    assert [path.name for path in tmp_path.rglob("*")] == ["cwd"]
 
 
 @pytest.mark.parametrize("name", [opening.TIMEOUT, opening.PATIENCE])

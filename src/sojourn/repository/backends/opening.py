@@ -1,7 +1,8 @@
 """From a URL to a backend.
 
 Guarantee: what a URL or variable says wrongly is refused here, with its cure, before anything is
-sent; no credential stands in a URL, an error or what `url` shows.
+sent; no part of a URL is passed over, so none leads to another place than it names; no credential
+stands in a URL, an error or what `url` shows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import MemoryStore, S3Store
@@ -50,26 +51,36 @@ def open_backend(
         raise InvalidRequest(f"The object store's URL is empty; it is {_FORMS}.")
     if "\0" in url:
         raise InvalidRequest("The object store's URL has a zero byte.")
-    if "://" not in url and not re.match(r"(memory|file|s3):", url):
+    if "://" not in url and not re.match(r"(memory|file|s3):", url, re.IGNORECASE):
         try:
             return LocalBackend(Path(url).expanduser(), create=create)
         except RuntimeError:
             raise InvalidRequest("The object store's path begins with no user's home.") from None
+    if re.search(r"[\x00-\x1f\x7f]", url) or url != url.strip():
+        # `urlsplit` leaves such characters out: the rest may well be another place.
+        raise InvalidRequest("The object store's URL has control characters or spaces around it.")
     try:
         parts = urlsplit(url)
     except ValueError:
         raise InvalidRequest(f"The object store's URL is none; it is {_FORMS}.") from None
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    if "@" in parts.netloc or "?" in url or "#" in url:
         raise InvalidRequest(
             "The object store's URL holds more than a place: credentials and settings are given"
-            " in variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL)."
+            " in variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL); ? and # in"
+            " the name of a directory are %3F and %23."
         )
     if parts.scheme == "memory":
+        if parts.netloc or parts.path:
+            raise InvalidRequest("What is in memory has no name: memory:")
         return ObjectBackend(MemoryStore(), "memory:", local_clock=True)
     if parts.scheme == "file":
         if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
             raise InvalidRequest("A file URL names an absolute path on this host: file:///DIR.")
-        return LocalBackend(Path(unquote(parts.path)), create=create)
+        # Names are bytes on a file system, and need not be UTF-8.
+        path = os.fsdecode(unquote_to_bytes(os.fsencode(parts.path)))
+        if "\0" in path:
+            raise InvalidRequest("The object store's URL has a zero byte.")
+        return LocalBackend(Path(path), create=create)
     if parts.scheme == "s3":
         return _open_s3(parts, settings)
     raise InvalidRequest(f"No object store is known by {parts.scheme}://; it is {_FORMS}.")
