@@ -117,6 +117,14 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]
     return code, json.loads(out)
 
 
+def age(node: Node, seconds: float) -> None:
+    """Let all objects have been put so much earlier."""
+    for path in node.place.rglob("*"):
+        if path.is_file():
+            was = path.stat().st_mtime
+            os.utime(path, (was - seconds, was - seconds))
+
+
 def flip(path: Path, offset: int) -> None:
     """Change one bit of a file."""
     data = bytearray(path.read_bytes())
@@ -129,12 +137,28 @@ def flip(path: Path, offset: int) -> None:
 
 
 def test_a_whole_store_is_found_whole(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
-    node.push(b"content")
+    node.record(node.push(b"content"))
     for more in ((), ("--read-data",), ("--read-data-subset", "1/2")):
         code, found = told(capsys, "store", "check", *more)
         assert (code, found["damaged"], found["problems"]) == (0, False, [])
     code, out, _ = said(capsys, "store", "check", "--store", str(node.place))
     assert code == 0 and "no damage found" in out
+
+
+def test_snapshots_whose_session_has_no_record_are_a_warning(
+    node: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = node.push(b"content")
+    node.record(taken)
+    [record] = (node.place / TENANT / "sessions").rglob("ses_*")
+    record.unlink()
+    code, found = told(capsys, "store", "check")
+    assert (code, found["damaged"]) == (0, False)
+    [problem] = found["problems"]
+    assert problem["severity"] == "warning" and "sojourn recover" in problem["cause"]
+    assert (problem["sessions"], problem["snapshots"]) == ([node.session.id], [taken.id])
+    code, out, _ = said(capsys, "store", "check")
+    assert code == 0 and "no damage; 1 warning." in out and "no damage found" not in out
 
 
 def test_a_missing_pack_is_found_with_what_it_takes_along(
@@ -268,6 +292,14 @@ def test_what_no_snapshot_needs_waits_for_its_grace_and_goes(
     code, found = told(capsys, "store", "gc")
     assert code == 0 and found["bytes"] == 0
     assert node.packs() == before
+    assert found["waiting_bytes"] == 0 and found["young_bytes"] > 200_000
+    code, out, _ = said(capsys, "store", "gc")
+    assert "a gc in an hour or later" in out
+    age(node, 2 * 3600.0)
+    code, out, _ = said(capsys, "store", "gc")
+    assert code == 0 and node.packs() == before
+    [waits] = [line for line in out.splitlines() if line.startswith("waits for its grace")]
+    assert "KiB in 2 packs (removed by a gc in an hour or later)" in waits
     code, found = told(capsys, "store", "gc", "--grace", "0")
     assert code == 0 and found["bytes"] > 200_000 and found["snapshots"] == 1
     assert sum(pack.stat().st_size for pack in node.packs()) < 150_000
@@ -326,6 +358,7 @@ def test_what_nobody_has_is_named_by_every_later_check(
     node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost, whole = node.push(os.urandom(200_000)), node.push(os.urandom(100_000))
+    node.record(lost, whole)
     (pack,) = [path for path in node.packs() if path.stat().st_size > 200_000]
     pack.unlink()
     elsewhere = ("--data", str(tmp_path / "elsewhere"))

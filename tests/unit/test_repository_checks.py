@@ -12,7 +12,10 @@ from sojourn.errors import InvalidRequest
 from sojourn.repository.checks import ERROR, WARNING, Problem, check, in_part
 from sojourn.repository.packs import DATA, META
 from sojourn.repository.records import CHUNK
+from sojourn.repository.sealed import SESSION
+from sojourn.repository.session_records import SessionRecord
 from sojourn.repository.uploads import Upload, adopt_unindexed
+from support.databases import make_session
 from support.dictionaries import DictBackend
 from support.repositories import TENANT, Node
 
@@ -25,7 +28,11 @@ def here(request, tmp_path):
 
 
 def found(here, **how) -> list[Problem]:
-    """What a process that starts now finds."""
+    """What a process that starts now finds, but for the records of sessions, which these lack."""
+    return [one for one in everything(here, **how) if "which has no record" not in one.cause]
+
+
+def everything(here, **how) -> list[Problem]:
     return list(check(here.backend, here.fresh().domain, **how))
 
 
@@ -207,3 +214,36 @@ def test_what_else_lies_in_the_same_place_is_left_alone(here):
     here.collect()
     assert {"notes.txt", "other/file", "-odd-/x/y", "a..b/packs/aa/aa"} <= set(here.keys(""))
     here.restore(kept)
+
+
+def recorded(here, snapshot) -> None:
+    """Write the record of a session of which this is the head."""
+    session = make_session(id=snapshot.session, tenant=TENANT, head=snapshot.id)
+    record = SessionRecord(session, [], 0.0, "srv_1")
+    here.domain().put_object(
+        SESSION, f"{TENANT}/sessions/{session.id}", msgspec.msgpack.encode(record)
+    )
+
+
+def test_snapshots_of_a_session_without_a_record_are_told_of(here):
+    first = here.publish({"a": b"1"})
+    second = here.push(
+        msgspec.structs.replace(here.snapshot({"a": b"2"}), session="ses_2", parent=first.id)
+    )
+    lone = [one for one in everything(here) if "which has no record" in one.cause]
+    assert [(one.severity, one.sessions, one.snapshots) for one in lone] == [
+        (WARNING, ["ses_1"], [first.id]),
+        (WARNING, ["ses_2"], [second.id]),
+    ]
+    # What a session with a record descends from is kept for that one.
+    recorded(here, second)
+    assert [one for one in everything(here) if "which has no record" in one.cause] == []
+    other = here.publish({"a": b"3"})
+    [problem] = [one for one in everything(here) if "which has no record" in one.cause]
+    assert (problem.sessions, problem.snapshots) == (["ses_1"], [other.id])
+
+
+def test_what_only_a_head_refers_to_is_no_sign_of_a_loss(here):
+    taken = here.publish({"a": b"1"})
+    recorded(here, msgspec.structs.replace(taken, session="ses_2"))
+    assert [one for one in everything(here) if "which has no record" in one.cause] == []

@@ -59,17 +59,19 @@ def test_within_the_grace_nothing_goes_and_after_it_all(here):
     here.delete(gone)
     report = here.collect(grace=HOUR)
     assert (report.bytes, report.waiting_bytes) == (0, 0)  # too young to be named
+    assert report.young_bytes > 100_000 and report.young_packs > 0
     here.backend.ahead = 2 * HOUR
     report = here.collect(grace=HOUR)
     assert report.bytes == 0
-    assert report.waiting_bytes > 100_000
+    assert report.waiting_bytes > 100_000 and report.waiting_packs > 0
+    assert report.young_bytes == 0
     assert states(here) == [NAMED]
     here.backend.ahead = 2.5 * HOUR
     assert here.collect(grace=HOUR).bytes == 0
     here.backend.ahead = 3.5 * HOUR
     report = here.collect(grace=HOUR)
     assert report.bytes > 100_000
-    assert report.waiting_bytes == 0
+    assert (report.waiting_bytes, report.waiting_packs, report.young_bytes) == (0, 0, 0)
     assert states(here) == [DONE]
     here.restore(kept)
 

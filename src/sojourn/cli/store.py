@@ -8,6 +8,7 @@ changes anything, and both say what they did.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from sojourn.cli.output import emit, facts, json_option, safe, say, size, table, working
+from sojourn.cli.output import counted, emit, facts, json_option, safe, say, size, table, working
 from sojourn.cli.stores import opened_repository, store_options, store_secret
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ def check(
 ) -> int:
     """Prove that the object store is whole.
 
-    Exit code 0 when nothing is damaged, 112 when something is; each problem names the object, the
-    cause, and the sessions and snapshots it affects.
+    Exit code 0 when nothing is damaged, also where there are warnings, 112 when something is; each
+    problem names the object, the cause, and the sessions and snapshots it affects.
     """
     from sojourn.errors import IntegrityError
     from sojourn.repository import checks
@@ -119,8 +120,12 @@ def _show_problems(where: str, problems: list[Problem]) -> None:
                 more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
                 say(safe(f"    {what}: {' '.join(ids[:_SHOWN])}{more}"))
     errors = sum(one.severity == "error" for one in problems)
+    warnings = counted(len(problems) - errors, "warning")
     if errors:
-        say(f"{safe(where)}: {errors} errors. `sojourn store repair` mends what can be mended.")
+        found = counted(errors, "error") + (f", {warnings}" if errors < len(problems) else "")
+        say(f"{safe(where)}: {found}. `sojourn store repair` mends what can be mended.")
+    elif problems:
+        say(f"{safe(where)}: no damage; {warnings}.")
     else:
         say(f"{safe(where)}: no damage found.")
 
@@ -226,6 +231,10 @@ def gc(
     ):
         found = collect(repository.backend, repository.domain, grace=grace)
 
+    later = _later(grace)
+    removed = f"removed by a gc {later}"
+    named = f"left for uploads that may need it; waits for its grace from a gc {later} on"
+
     def show() -> None:
         facts(
             [
@@ -235,11 +244,28 @@ def gc(
                 ("layers and images removed", found.roots),
                 ("packs written anew", found.rewritten),
                 ("written", size(found.written_bytes)),
-                ("waits for its grace", size(found.waiting_bytes)),
+                ("waits for its grace", _waits(found.waiting_bytes, found.waiting_packs, removed)),
+                ("not needed but new", _waits(found.young_bytes, found.young_packs, named)),
             ]
         )
 
     emit(found, as_json, show)
+
+
+def _waits(amount: int, packs: int, what_then: str) -> str:
+    if not amount:
+        return size(0)
+    return f"{size(amount)} in {counted(packs, 'pack')} ({what_then})"
+
+
+def _later(grace: float) -> str:
+    if grace == 3600:
+        return "in an hour or later"
+    for unit, noun in ((3600, "hour"), (60, "minute"), (1, "second")):
+        if grace >= unit:
+            # Rounded up: a collection that comes earlier does not remove it.
+            return f"in {counted(math.ceil(grace / unit), noun)} or later"
+    return "a second later"
 
 
 def _dry_run(as_json: bool, url: str | None, key_file: Path | None, data: Path) -> None:

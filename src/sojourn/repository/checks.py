@@ -46,7 +46,7 @@ Progress = Callable[[int, int], None]
 
 class Problem(msgspec.Struct, frozen=True):
     """Something found bad. `severity` is `error` where a snapshot cannot be restored whole or
-    stored bytes are damaged, `warning` where nothing is lost. `object` is a key or a name as in
+    stored bytes are damaged, `warning` where no content is lost. `object` is a key or a name as in
     errors; `snapshots` and `sessions` are those affected, as far as known."""
 
     severity: str
@@ -118,6 +118,7 @@ class _DomainCheck:
         self.chunks: set[bytes] = set()
         self._layers: dict[str, list[Snapshot]] = {}
         self._images: dict[str, list[Snapshot]] = {}
+        self._snapshots: dict[str, Snapshot] = {}
         self._unreadable: set[str] = set()
         self._chunks_of: dict[str, set[bytes]] = {}
 
@@ -152,6 +153,7 @@ class _DomainCheck:
     def read_snapshots(self, shared: _DomainCheck) -> Iterator[Problem]:
         faults: dict[str, IntegrityError] = {}
         for snapshot in read_snapshots(self.domain, faults):
+            self._snapshots[snapshot.id] = snapshot
             for number, layer in enumerate(snapshot.layers):
                 place = self if number else shared
                 place._layers.setdefault(layer.id, []).append(snapshot)
@@ -166,12 +168,19 @@ class _DomainCheck:
     def read_sessions(self) -> Iterator[Problem]:
         """The records a recovery begins with: sessions', and their tenant's."""
         found: list[Problem] = []
+        named: set[str] = set()
 
         def one(key: str) -> None:
             id = key.rpartition("/")[2]
             try:
                 with contextlib.suppress(ObjectMissing):  # deleted since the listing
-                    decode_session(self.domain.get_object(SESSION, key), id)
+                    record = decode_session(self.domain.get_object(SESSION, key), id)
+                    if record.session.head is not None:
+                        named.add(record.session.head)
+                    for note in record.snapshots:
+                        named.add(note.id)
+                        if isinstance(note.parent, str):
+                            named.add(note.parent)
             except IntegrityError as error:
                 problem = self.problem(key, error.message)
                 found.append(msgspec.structs.replace(problem, sessions=[id]))
@@ -179,6 +188,7 @@ class _DomainCheck:
         keys = [info.key for info in self.domain.ids("sessions")]
         each(keys, one)
         yield from sorted(found, key=lambda problem: problem.object)
+        yield from self._without_record({key.rpartition("/")[2] for key in keys}, named)
         if not keys:
             return
         key = f"tenants/{self.domain.name}"
@@ -186,6 +196,33 @@ class _DomainCheck:
             decode_tenant(self.domain.get_object(TENANT, key), self.domain.name)
         except (IntegrityError, ObjectMissing) as error:
             yield self.problem(key, error.message)
+
+    def _without_record(self, known: set[str], named: set[str]) -> Iterator[Problem]:
+        """Sessions that only their snapshots tell of. What a session that has a record was forked
+        from, or goes back to, is kept for that one, and no sign of a loss."""
+        needed: set[str] = set()
+        begins = {one.parent for one in self._snapshots.values() if one.session in known}
+        for begin in begins | named:
+            above = begin
+            while above is not None and above not in needed:
+                needed.add(above)
+                there = self._snapshots.get(above)
+                above = there.parent if there is not None else None
+        lone: dict[str, list[Snapshot]] = {}
+        for id, snapshot in self._snapshots.items():
+            if snapshot.session not in known and id not in needed:
+                lone.setdefault(snapshot.session, []).append(snapshot)
+        for session, held in sorted(lone.items()):
+            if not any(self._there(self.domain.snapshot_key(one.id)) for one in held):
+                continue  # deleted since they were read
+            yield self.problem(
+                f"{self.domain.name}/sessions/{session}",
+                f"These are snapshots of session {session}, which has no record: it was deleted, "
+                "or its record is lost or not sent yet; `sojourn recover` brings it back without "
+                "its name.",
+                held,
+                WARNING,
+            )
 
     def _marked(self, snapshot: Snapshot) -> Iterator[Problem]:
         name = snapshot_object(snapshot.id)

@@ -51,7 +51,10 @@ _SLACK = 1.0  # seconds: times of objects are rounded
 
 class Collected(msgspec.Struct):
     """What a collection did. `bytes` were freed, `written_bytes` went into packs written anew;
-    `waiting_bytes` are named for removal and wait for their grace."""
+    `waiting_bytes` in `waiting_packs` packs (and roots) are named for removal, by this collection
+    or an earlier one, and wait for their grace. `young_bytes` in `young_packs` packs are needed by
+    no snapshot, but younger than the grace: an upload under way may need them, so they are not
+    named yet."""
 
     snapshots: int = 0
     packs: int = 0
@@ -61,6 +64,9 @@ class Collected(msgspec.Struct):
     bytes: int = 0
     written_bytes: int = 0
     waiting_bytes: int = 0
+    waiting_packs: int = 0
+    young_bytes: int = 0
+    young_packs: int = 0
 
 
 class Use(msgspec.Struct):
@@ -306,6 +312,8 @@ class _Collector:
         named_roots, named_packs = names(self._look(name))
         uses, idle = self._uses(name, marks, named_packs)
         dead = {id for id in idle if self._old(lying.packs[id])}
+        self.report.young_packs += len(idle - dead)
+        self.report.young_bytes += sum(lying.packs[id].size for id in idle - dead)
         poor = [
             use
             for use in uses
@@ -313,11 +321,14 @@ class _Collector:
         ]
         dead |= self._rewrite(domain, poor)
         needed = marks.root_names()
-        roots = [
-            key
-            for key, info in lying.roots.items()
-            if root_name(key) not in needed and key not in named_roots and self._old(info)
-        ]
+        roots = []
+        for key, info in lying.roots.items():
+            if root_name(key) in needed or key in named_roots:
+                continue
+            if self._old(info):
+                roots.append(key)
+            else:
+                self.report.young_bytes += info.size
         for snapshot in marks.damaged.keys() - lying.snapshots:
             if not _exists(domain, domain.snapshot_key(snapshot)):
                 remove_damage(domain, snapshot)
@@ -381,11 +392,15 @@ class _Collector:
             self._unname(domain, set(), small)
         now = self._backend.now()
         seen = self._look(name)
-        lying = self._lying[name].packs
-        for found in seen:
-            if found.tombstone.state != DONE:
-                ids = found.tombstone.pack_ids()
-                self.report.waiting_bytes += sum(lying[id].size for id in ids if id in lying)
+        lying = self._lying[name]
+        # Two collections at once may have named the same.
+        roots, packs = names(found for found in seen if found.tombstone.state != DONE)
+        waiting = [lying.packs[id].size for id in packs if id in lying.packs]
+        self.report.waiting_packs += len(waiting)
+        self.report.waiting_bytes += sum(waiting)
+        self.report.waiting_bytes += sum(
+            lying.roots[key].size for key in roots & lying.roots.keys()
+        )
         over = [
             found
             for found in seen
