@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NONE = "none"
+MAX_SECRET = 64 << 10
+"""Bytes of a key file."""
 
 
 def store_options(command: F) -> F:
@@ -86,15 +89,42 @@ def store_secret(file: Path | None) -> bytes | None:
 def read_secret(
     file: Path | None, file_variable: str, variable: str, *, field: str
 ) -> bytes | None:
-    """A secret from a file, from the one that a variable names, or from a variable; None without
-    any. Raises InvalidRequest."""
+    """A secret from a file or pipe, from the one that a variable names, or from a variable; None
+    without any. Raises InvalidRequest, also for a file too large to be a key."""
     named = file or (Path(path) if (path := os.environ.get(file_variable)) else None)
     if named is None:
         text = os.environ.get(variable)
         return os.fsencode(text) if text else None
     try:
-        return named.read_bytes()
+        secret = _read_key_file(named)
     except OSError as error:
         raise InvalidRequest(
             f"the key file {named} cannot be read: {error.strerror}", field=field
         ) from error
+    if secret is None:
+        raise InvalidRequest(f"the key file {named} is neither a file nor a pipe", field=field)
+    if len(secret) > MAX_SECRET:
+        raise InvalidRequest(
+            f"the key file {named} is too large for a key, which has {MAX_SECRET} bytes at most",
+            field=field,
+        )
+    return secret
+
+
+def _read_key_file(path: Path) -> bytes | None:
+    """What is in a file or pipe, but one byte more than a key may have at most; None where it is
+    something else: a device may never end, and even opening one may do something."""
+    if not _is_readable_kind(path.stat().st_mode):
+        return None
+    with path.open("rb", buffering=0) as file:
+        if not _is_readable_kind(os.fstat(file.fileno()).st_mode):
+            return None
+        read = b""
+        while len(read) <= MAX_SECRET and (piece := file.read(MAX_SECRET + 1 - len(read))):
+            read += piece
+        return read
+
+
+def _is_readable_kind(mode: int) -> bool:
+    # A pipe is what the shell's <(command) gives.
+    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)

@@ -154,7 +154,7 @@ def clean_secret(secret: bytes) -> bytes:
         secret = secret[:-1]
     if len(secret) < SECRET_MINIMUM:
         raise InvalidRequest(
-            f"The store's key has {len(secret)} bytes; it needs at least {SECRET_MINIMUM}.",
+            f"The secret key has {len(secret)} bytes; it needs at least {SECRET_MINIMUM}.",
             next_step="Make one with `openssl rand -hex 32` and keep it safe.",
             field="secret",
         )
