@@ -98,6 +98,24 @@ def test_a_tree_that_was_thinned_comes_back_whole(durable: ServerProcess) -> Non
     assert not session.files.exists("/root/number")
 
 
+def test_a_session_whose_record_is_lost_comes_back_without_its_name(
+    durable: ServerProcess, place: Path
+) -> None:
+    client = durable.client()
+    session = client.sessions.create(name="named", env={"A": "1"})
+    session.run_code("x = 1")
+    session.suspend(wait="durable")
+    eventually(lambda: session.durability().waiting == 0)
+    durable.stop()
+    next(place.glob(f"*/sessions/{session.id}")).unlink()
+    shutil.rmtree(durable.data)
+    done = sojourn("recover", "--store", durable.store, "--data", str(durable.data))
+    assert done.returncode == 112 and session.id in done.stderr + done.stdout
+    session = durable.start().sessions.get(session.id)
+    assert (session.info.name, session.state) == (None, "suspended")
+    assert session.run_code("x").text == "1" and session.exec("echo $A").text == "1\n"
+
+
 def test_an_older_server_cannot_write_over_a_recovered_session(
     durable: ServerProcess, tmp_path: Path
 ) -> None:
@@ -120,6 +138,7 @@ def test_wait_durable_tells_when_the_store_has_it(durable: ServerProcess) -> Non
     session = durable.client().sessions.create(policy={"auto_snapshot": "off"})
     session.run_code("x = 1")
     taken = session.snapshot("kept", wait="durable")
+    assert taken.durable_at is not None
     assert session.durability(snapshot="kept").head_durable
     assert next(i for i in session.history() if i.id == taken.id).durable_at is not None
     session.run_code("x = 2")
@@ -140,6 +159,20 @@ def test_a_deleted_session_leaves_the_store(durable: ServerProcess, place: Path)
     assert len(kept) == 2
     session.delete()
     eventually(lambda: not any(path.exists() for path in kept))
+
+
+def test_the_server_collects_the_object_store_by_itself(
+    durable: ServerProcess,
+) -> None:
+    durable.stop()
+    client = durable.start(SOJOURN_STORE_COLLECT="1")
+    session = client.sessions.create()
+    session.exec("head -c 300000 /dev/urandom > /root/own")
+    session.suspend(wait="durable")
+    # What is younger than an hour is left alone, so there is nothing to see in the store.
+    eventually(lambda: "the object store was collected" in durable.log(), timeout=60)
+    assert session.durability().head_durable and session.exec("test -s /root/own").ok
+    assert client.status().objects.error is None
 
 
 def test_an_object_store_that_vanished_is_not_made_anew(

@@ -44,6 +44,14 @@ import click
     help="Most the node's own store takes; what is durable and unused goes first. [no limit]",
 )
 @click.option(
+    "--store-collect",
+    type=click.FloatRange(min=0),
+    envvar="SOJOURN_STORE_COLLECT",
+    default=6 * 3600.0,
+    show_default=True,
+    help="Seconds between two collections of the object store by this server; 0: none.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -56,6 +64,7 @@ def command(
     store_url: str | None,
     store_key_file: Path | None,
     cache_bytes: int | None,
+    store_collect: float,
     log_level: str,
 ) -> None:
     import logging
@@ -78,5 +87,6 @@ def command(
         url=store_location(store_url, place),
         secret=store_secret(store_key_file),
         cache_bytes=cache_bytes,
+        collect_every=store_collect,
     )
     run(lambda: open_service(place, settings), data=place, address=listen)

@@ -30,6 +30,7 @@ from sojourn.errors import ObjectMissing, SojournError, StorageFull, StoreRefuse
 from sojourn.model.snapshots import Snapshot
 from sojourn.repository import config
 from sojourn.repository.backends.opening import open_backend
+from sojourn.repository.collection import collect
 from sojourn.repository.copies import StoredCopies
 from sojourn.repository.keys import Keyring
 from sojourn.repository.repository import Repository
@@ -96,6 +97,7 @@ class _Worker:
         self._copies = StoredCopies(Path(start.store))
         self._calls: dict[str, tuple[type, Callable[[Any], Any]]] = {
             "push": (Push, self._push),
+            "collect": (float, self._collect),
             "put_tenant": (TenantRecord, lambda record: self._opened().put_tenant(record)),
             "put_session": (SessionRecord, lambda record: self._opened().put_session(record)),
             "delete_session": (
@@ -107,6 +109,10 @@ class _Worker:
                 lambda one: self._opened().delete_snapshot(one.tenant, one.id),
             ),
         }
+
+    def _collect(self, grace: float) -> int:
+        repository = self._opened()
+        return collect(repository.backend, repository.domain, grace=grace).bytes
 
     def _opened(self) -> Repository:
         if self._repository is None:

@@ -197,7 +197,8 @@ class StoreOpening:
         if gone:
             raise StoreRefused(
                 f"{len(gone)} layers and memory images are only in the object store {known.url}",
-                next_step="Start with that one again, or delete the sessions that need them.",
+                next_step="Start with that one again and bring them to this node (for each session"
+                " `sojourn session verify` does); then change.",
                 repository=known.repository,
             )
 

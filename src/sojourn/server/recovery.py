@@ -106,6 +106,15 @@ class _Recovery:
         records = await asyncio.to_thread(self._read_records, tenant)
         manifests = await asyncio.to_thread(self._read_manifests, tenant)
         await asyncio.to_thread(self._read_damages, tenant)
+        for id, record in _without_record(tenant, records, manifests).items():
+            self._faults.append(
+                f"session {id} has no record: it was deleted just before, or its record is lost;"
+                " it comes back without its name, labels and settings"
+            )
+            records[id] = record
+        for id, record in records.items():
+            if _head(record, manifests) is None:
+                self._faults.append(f"session {id}: no snapshot of it had reached the object store")
         writes = _rows(tenant, records, manifests, time.time())
         kept = [write.snapshot for write in writes if isinstance(write, InsertSnapshot)]
         for row in kept:
@@ -179,23 +188,10 @@ def _rows(
 ) -> list[Write]:
     """The rows of a tenant, sessions before snapshots, parents before children. Only snapshots
     that a recovered session shows, stands on or descends from."""
-    notes: dict[str, SnapshotNote] = {}
-    wanted: list[str] = []
     writes: list[Write] = []
-    for record in records.values():
-        notes.update((note.id, note) for note in record.snapshots)
+    notes = {note.id: note for record in records.values() for note in record.snapshots}
     heads = {id: _head(record, manifests) for id, record in records.items()}
-    wanted += [note for note in notes if note in manifests]
-    wanted += [head for head in heads.values() if head is not None]
-    needed: set[str] = set()
-    while wanted:
-        id = wanted.pop()
-        if id in needed:
-            continue
-        needed.add(id)
-        parent = _parent(manifests[id], notes)
-        if parent is not None and parent in manifests:
-            wanted.append(parent)
+    needed = _needed(records, manifests)
     names = _names(records)
     for id, record in records.items():
         session = msgspec.structs.replace(record.session, name=names[id])
@@ -234,6 +230,47 @@ def _names(records: dict[str, SessionRecord]) -> dict[str, str | None]:
             taken.add(name)
         found[id] = name
     return found
+
+
+def _without_record(
+    tenant: str, records: dict[str, SessionRecord], manifests: dict[str, Snapshot]
+) -> dict[str, SessionRecord]:
+    """Records made up for sessions that have snapshots and no record. Of a deleted session only
+    what others stand on is left, which is no session any more."""
+    needed = _needed(records, manifests)
+    found: dict[str, list[Snapshot]] = {}
+    for manifest in manifests.values():
+        if manifest.session not in records and manifest.id not in needed:
+            found.setdefault(manifest.session, []).append(manifest)
+    made = {}
+    for id, own in found.items():
+        newest = max(own, key=_age)
+        session = msgspec.structs.replace(
+            _gone(tenant, newest, newest.created_at),
+            state=SessionState.SUSPENDED,
+            env=newest.config.env,
+            head=newest.id,
+        )
+        notes = [SnapshotNote(one.id, one.label) for one in sorted(own, key=_age)]
+        made[id] = SessionRecord(session, notes, newest.created_at, "")
+    return made
+
+
+def _needed(records: dict[str, SessionRecord], manifests: dict[str, Snapshot]) -> set[str]:
+    """The snapshots that sessions with a record show, stand on or descend from."""
+    notes = {note.id: note for record in records.values() for note in record.snapshots}
+    heads = (_head(record, manifests) for record in records.values())
+    wanted = [id for id in (*notes, *heads) if id is not None and id in manifests]
+    needed: set[str] = set()
+    while wanted:
+        id = wanted.pop()
+        if id in needed:
+            continue
+        needed.add(id)
+        parent = _parent(manifests[id], notes)
+        if parent is not None and parent in manifests:
+            wanted.append(parent)
+    return needed
 
 
 def _parent(manifest: Snapshot, notes: dict[str, SnapshotNote]) -> str | None:

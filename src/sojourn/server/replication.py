@@ -58,16 +58,21 @@ _RETRY_FIRST, _RETRY_MOST = 1.0, 60.0
 _LOOK_SECONDS = 30.0
 _AT_ONCE = 0.02
 _BATCH = 50
+_COLLECT_FIRST = 900.0  # seconds after the start that the object store is collected at the latest
+_COLLECT_GRACE = 3600.0  # seconds that what nothing needs is kept
+_SLOW_SECONDS = 300.0
 
 
 class StoreSettings(msgspec.Struct, frozen=True):
     """Where and how snapshots become durable. `url` None: nowhere. `delay` seconds an automatic
-    snapshot waits for a newer one to take its place; `cache_bytes` bounds the node's own store."""
+    snapshot waits for a newer one to take its place; `cache_bytes` bounds the node's own store;
+    the object store is collected all `collect_every` seconds, with 0 never."""
 
     url: str | None = None
     secret: bytes | None = None
     cache_bytes: int | None = None
     delay: float = 2.0
+    collect_every: float = 6 * 3600.0
 
     def __repr__(self) -> str:
         return f"StoreSettings(url={self.url!r}, encrypted={self.secret is not None})"
@@ -93,6 +98,8 @@ class Replicator:
         self._opening: StoreOpening | None = None
         if settings.url is not None:
             self._opening = StoreOpening(database, settings.url, settings.secret, root)
+            self._sender = Sender(settings.url, root)
+            self._collector = Sender(settings.url, root)
         self._wake = asyncio.Event()
         self._hurry: set[str] = set()
         self._changed: set[str] = set()
@@ -102,6 +109,8 @@ class Replicator:
         self._lost: set[str] = set()  # sessions whose records the store has not, or not whole
         self._tenants: set[str] = set()
         self._snapshots, self._sessions = Pauses(), Pauses()
+        self._collecting: asyncio.Task[None] | None = None
+        self._collect_at = time.monotonic() + min(_COLLECT_FIRST, settings.collect_every)
         self._error: str | None = None
         self._sent = 0
         self._stopping = False
@@ -115,8 +124,7 @@ class Replicator:
     ) -> None:
         """Say where snapshots come from. `in_use` gives the layers and images of sandboxes."""
         self._store = store
-        if self._opening is not None and self.settings.url is not None:
-            self._sender = Sender(self.settings.url, store.root)
+        if self._opening is not None:
             self._opening.on_change = source.forget
         self._source = source
         self._guard = guard
@@ -159,6 +167,9 @@ class Replicator:
             self._opening.stop()
         if self._task is not None and self._opening is not None:
             await self._sender.close()
+            await self._collector.close()
+            if self._collecting is not None:
+                await asyncio.wait({self._collecting})
             if self._opening.accepted is None:
                 self._task.cancel()  # there is nothing that it could be sending
             await asyncio.wait({self._task})
@@ -246,8 +257,16 @@ class Replicator:
             waiting=sum(one.waiting for one in behind),
             lag=0.0 if oldest is None else max(0.0, time.time() - oldest),
             sent_bytes=self._sent,
-            error=self._error or self._snapshots.any_cause() or self._sessions.any_cause(),
+            error=self._error
+            or self._snapshots.any_cause()
+            or self._sessions.any_cause()
+            or self._slow(),
         )
+
+    def _slow(self) -> str | None:
+        """Whether one thing that is being sent takes so long that somebody should look."""
+        busy = self._sender.busy if self._opening is not None else 0.0
+        return f"one request has taken {busy:.0f} s so far" if busy > _SLOW_SECONDS else None
 
     # -- working ----------------------------------------------------------------------------
 
@@ -258,11 +277,9 @@ class Replicator:
             try:
                 due = await self._round()
                 self._error, pause = None, _RETRY_FIRST
-            except StoreKeyInvalid as error:
-                self._error = error.message
-                log.error("replication stops: %s", error)
-                return
             except (SojournError, OSError) as error:
+                if isinstance(error, StoreKeyInvalid | StoreRefused):
+                    self._refuse_all(error)  # it does not pass by waiting
                 if self._error is None and not self._stopping:
                     log.warning("replication waits: %s", error)
                 self._error = str(error)
@@ -279,6 +296,12 @@ class Replicator:
                 async with asyncio.timeout(due):
                     await self._wake.wait()
 
+    def _refuse_all(self, error: SojournError) -> None:
+        for waiting in list(self._waiting.values()):
+            for future in waiting:
+                if not future.done():
+                    future.set_exception(error)
+
     async def _round(self) -> float:
         """All that is to be done now; answers after how many seconds there may be more."""
         assert self._opening is not None
@@ -289,7 +312,30 @@ class Replicator:
             await self._look_for_lost(repository)
         await self._record()
         await self._evict()
-        return due
+        self._collect_now_and_then(repository)
+        return min(due, _LOOK_SECONDS)
+
+    def _collect_now_and_then(self, repository: Repository) -> None:
+        """Free in the object store what nothing needs, beside everything else and in a process of
+        its own: what is sent does not wait for it."""
+        now = time.monotonic()
+        if self._collecting is not None and not self._collecting.done():
+            return
+        every = self.settings.collect_every
+        if now < self._collect_at or not every:
+            return
+        self._collect_at = now + every
+        self._collector.expect(repository)
+        self._collecting = asyncio.create_task(self._collect(), name="collect objects")
+
+    async def _collect(self) -> None:
+        try:
+            freed = await self._collector.collect(_COLLECT_GRACE)
+        except (SojournError, OSError) as error:
+            if not self._stopping:
+                log.error("the object store was not collected: %s", error)
+            return
+        log.info("the object store was collected and gave %d bytes back", freed)
 
     async def _look_for_lost(self, repository: Repository) -> None:
         """Once after a start: the records that were written and cannot be read any more are to be

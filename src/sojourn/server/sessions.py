@@ -542,11 +542,14 @@ class Sessions:
         active = await self._context.registry.find(who.tenant, ref)
         await self._turns.settle(active)
         name = snapshot if snapshot is not None else active.session.head
+        durable_at = None
         if timeout > 0 and name is not None:
             record = await self._snapshots.resolve(active.session, name)
-            await self._context.replicator.durable(record.id, timeout)
+            record = await self._context.replicator.durable(record.id, timeout)
+            durable_at = record.durable_at
         now = time.time()
         for found in await self._context.database.durability(active.session.tenant):
             if found.session == active.id:
-                return durability_info(found, now)
+                shown = durability_info(found, now)
+                return msgspec.structs.replace(shown, durable_at=durable_at)
         return DurabilityInfo(active.id, active.session.head, False, 0, 0.0, None)

@@ -138,7 +138,8 @@ class DurabilityInfo(msgspec.Struct, frozen=True):
 
     `waiting` snapshots are not there yet, the oldest of them for `lag` seconds.
     `durable_head_at` is when the newest on the head's line that is there was taken: what the loss
-    of this node would take the session back to.
+    of this node would take the session back to. `durable_at` is when the snapshot that was waited
+    for came to be there.
     """
 
     session: str
@@ -147,6 +148,7 @@ class DurabilityInfo(msgspec.Struct, frozen=True):
     waiting: int
     lag: float
     durable_head_at: float | None
+    durable_at: float | None = None
 
 
 class ChangeInfo(msgspec.Struct, frozen=True):

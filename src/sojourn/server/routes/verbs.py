@@ -54,8 +54,14 @@ async def verb_answer(call: Call, operation: OperationInfo, done: int = 200) -> 
     if operation.state != "succeeded":
         return json_answer(operation, 202)
     if durable and done != 204:
+        result = operation.result
+        taken = result["id"] if operation.verb == "snapshot" and isinstance(result, dict) else None
         with call.shutdown.cancellable():
-            await call.service.durable(call.who, operation.session, None, LONGEST_WAIT)
+            found = await call.service.durable(call.who, operation.session, taken, LONGEST_WAIT)
+        if taken is not None:
+            # The operation was recorded before the object store had it.
+            shown = {**result, "durable_at": found.durable_at}
+            operation = msgspec.structs.replace(operation, result=shown)
     return empty_answer() if done == 204 else json_answer(operation, done)
 
 
