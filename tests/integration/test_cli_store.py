@@ -466,3 +466,33 @@ def test_recovery_needs_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     assert code == 118 and "none-here" in err and "mounted" in err
     assert not (tmp_path / "none-here").exists()
+
+
+@pytest.mark.parametrize("what", ["domain", "packs", "pack", "record"])
+def test_every_command_gives_one_verdict_on_a_link_in_the_store(
+    node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """Also where it leads to what should be there."""
+    node.record(node.push(b"content"))
+    domain = node.place / TENANT
+    place = {
+        "domain": domain,
+        "packs": domain / "packs",
+        "pack": next(path for path in (domain / "packs").rglob("*") if path.is_file()),
+        "record": next((domain / "sessions").rglob("ses_*")),
+    }[what]
+    place.rename(tmp_path / "away")
+    place.symlink_to(tmp_path / "away")
+    verdicts = {}
+    for command in (
+        ("store", "check"),
+        ("store", "check", "--read-data"),
+        ("store", "gc"),
+        ("store", "stats"),
+        ("store", "repair"),
+        ("recover", "--data", str(tmp_path / "recovered")),
+    ):
+        code, out, err = said(capsys, *command)
+        verdicts[command] = (code, place.relative_to(node.place).as_posix() in out + err)
+    assert set(verdicts.values()) == {(112, True)}, verdicts
+    assert place.is_symlink()
