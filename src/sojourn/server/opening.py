@@ -19,6 +19,7 @@ from sojourn.database.base import Database
 from sojourn.database.records import DurableObjects, ObjectStore
 from sojourn.errors import (
     Interrupted,
+    InvalidRequest,
     ObjectMissing,
     SojournError,
     StoreKeyInvalid,
@@ -61,9 +62,10 @@ class StoreOpening:
     async def start(self) -> str | None:
         """Open it, for as long as a start may wait; answers what keeps it from serving yet.
 
-        Raises StoreKeyInvalid, and StoreRefused when it is not the one this database speaks of;
-        any failure when it is opened for the first time, but for one that cannot be reached. A
-        known one that fails does not keep the sessions from their users: it is tried again.
+        Raises StoreKeyInvalid, InvalidRequest, and StoreRefused when it is not the one this
+        database speaks of; any failure when it is opened for the first time, but for one that
+        cannot be reached. A known one that fails does not keep the sessions from their users: it
+        is tried again.
         """
         self._known = await self._database.object_store()
         opening = asyncio.create_task(self._meet(), name="open the object store")
@@ -77,7 +79,7 @@ class StoreOpening:
             cause = f"the object store has not answered within {_START_SECONDS:g} s"
             log.warning("%s; it is waited for in the background", cause)
             return cause
-        except StoreKeyInvalid:
+        except (StoreKeyInvalid, InvalidRequest):  # wrong settings do not pass
             raise
         except SojournError as error:
             passing = isinstance(error, StoreUnreachable)
