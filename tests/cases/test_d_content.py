@@ -215,5 +215,16 @@ def test_c41_a_lost_name_deeper_than_any_path_is_refused(session: Session) -> No
             session.snapshot()
         holder.kill()
         holder.wait()
+    deep(session, "os.mkdir('inner')")
+    session.suspend(memory=False)  # from now on it is in two layers
+    hold = "os.chdir('inner'); os.utime('.'); os.rmdir('../inner'); print('ready'); input()"
+    holder = session.spawn(["python3", "-u", "-c", DEEP, "go", hold], stdin="pipe")
+    for piece in holder.output():
+        if b"ready" in piece.data:
+            break
+    with pytest.raises(UnlinkedOpenFile):
+        session.snapshot()
+    holder.kill()
+    holder.wait()
     taken = session.snapshot()
     assert taken.memory

@@ -15,7 +15,7 @@ import pytest
 
 from sojourn.lifecycle import SessionState
 from sojourn.node.isolation import gvisor_descriptors
-from sojourn.node.isolation.long_paths import find, inode_of, target_of
+from sojourn.node.isolation.long_paths import find, inode_of, is_removed, target_of
 from sojourn.server import timers
 from sojourn.server.quotas import allocated_bytes
 from sojourn.server.timers import Timers
@@ -95,6 +95,18 @@ def test_descriptors_without_a_path_are_judged(root: Path) -> None:
         (root / "short").unlink()
         assert gvisor_descriptors.unlinked(me, root) == lost
         assert gvisor_descriptors.writable(me, root) == []
+
+
+def test_a_removed_directory_is_known_without_its_path(root: Path) -> None:
+    with bottom(root) as directory:
+        os.mkdir("inner", dir_fd=directory)
+        inner = os.open("inner", os.O_PATH | os.O_DIRECTORY, dir_fd=directory)
+        try:
+            assert not is_removed(Path(f"/proc/self/fd/{inner}"))
+            os.rmdir("inner", dir_fd=directory)
+            assert is_removed(Path(f"/proc/self/fd/{inner}"))
+        finally:
+            os.close(inner)
 
 
 def test_the_same_failure_of_a_session_is_logged_once_a_minute(

@@ -16,7 +16,14 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sojourn.node.isolation.long_paths import Inode, described, find, inode_of, target_of
+from sojourn.node.isolation.long_paths import (
+    Inode,
+    described,
+    find,
+    inode_of,
+    is_removed,
+    target_of,
+)
 
 _TREE = "/root/"
 _DELETED = " (deleted)"
@@ -51,7 +58,7 @@ def unlinked(pids: Iterable[int], root: Path) -> list[str]:
             if target is None:
                 with contextlib.suppress(FileNotFoundError):
                     facts = entry.stat()
-                    if facts.st_nlink == 0:
+                    if facts.st_nlink == 0 or (stat.S_ISDIR(facts.st_mode) and is_removed(entry)):
                         found.add(described(inode_of(facts)))
                     elif stat.S_ISREG(facts.st_mode):
                         named.add(inode_of(facts))

@@ -7,6 +7,7 @@ The whole tree is walked for that, so it is done only where such a descriptor is
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -35,6 +36,19 @@ def target_of(entry: Path) -> str | None:
 def inode_of(facts: os.stat_result) -> Inode:
     """What tells a file from all others."""
     return facts.st_dev, facts.st_ino
+
+
+def is_removed(directory: Path) -> bool:
+    """Whether an open directory is no longer in the tree. The number of its names does not tell:
+    an overlay says 1 of every directory that is in several layers."""
+    facts = directory.stat()
+    with os.scandir(directory / "..") as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                    if os.path.samestat(entry.stat(follow_symlinks=False), facts):
+                        return False
+    return True
 
 
 def described(inode: Inode) -> str:
