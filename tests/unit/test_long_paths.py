@@ -77,6 +77,9 @@ def test_files_are_found_by_inode_under_all_their_long_names(root: Path) -> None
         os.link("file", "other", src_dir_fd=directory, dst_dir_fd=directory)
         inode = inode_of(entry.stat())
         assert sorted(find(root, [inode])[inode]) == [f"{BELOW}/file", f"{BELOW}/other"]
+        link = root.parent / "link"
+        link.symlink_to(root)
+        assert len(find(link, [inode])[inode]) == 2
         short = inode_of(root.stat())
         assert find(root, [short]) == {short: []}
 

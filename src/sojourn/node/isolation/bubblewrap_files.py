@@ -86,7 +86,7 @@ def writable(pids: Iterable[int]) -> list[str]:
                     else:
                         found.add(target.lstrip("/"))
         with contextlib.suppress(FileNotFoundError):  # the process ended
-            for names in find(Path(f"/proc/{pid}/root/"), deep).values():
+            for names in find(Path(f"/proc/{pid}/root"), deep).values():
                 found.update(names)
         found.update(_mapped(pid))
     return sorted(found)

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sojourn.store.trees import join, open_below, open_directory
+from sojourn.store.trees import join, open_below
 
 _PATH_MAX = 4096
 # A path the kernel cannot say may be shorter from the root of the tree, by where that is mounted.
@@ -70,7 +70,8 @@ def find(root: Path, wanted: Iterable[Inode]) -> dict[Inode, list[str]]:
 
 
 def _long(root: Path) -> Iterator[tuple[bytes, os.stat_result]]:
-    base = open_directory(root)
+    # The root itself may be given as a link: /proc/PID/root is one.
+    base = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         device = os.fstat(base).st_dev
         pending = [b""]
