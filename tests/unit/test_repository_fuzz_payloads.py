@@ -114,7 +114,9 @@ def encoded() -> dict[str, bytes]:
         "session": encode(session_records.SessionRecord(SESSION, [], 1.0, "server")),
         "tenant": encode(session_records.TenantRecord("ten_1", "name", 1.0)),
         "damage": encode(damages.Damage("snp_1", "ses_1", 1.0, ["layer x"], bytes(32))),
-        "tombstone": tombstones.encode_tombstone(tombstones.tombstone("named", [bytes(32)], ["x"])),
+        "tombstone": tombstones.encode_tombstone(
+            tombstones.tombstone("named", [bytes(32)], [f"ten_1/layers/{LAYER}"])
+        ),
         "configuration": samples()["forged_configuration"][0],
         "wrapped key": samples()["forged_wrapped_key"][0],
         "index": samples()["forged_index"][0],
