@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from blake3 import blake3
 
 from sojourn.client.core import Content, Plan, Request, decode, parse, query_text, session_path
+from sojourn.client.targets import open_special, replaced
 from sojourn.errors import ArchiveInvalid, FileConflict, Unreachable
 from sojourn.wire.api import (
     ARCHIVE_HEADER,
@@ -79,9 +80,9 @@ class Receiving:
             self._file: Any = target
             return
         with _writing(self._path):
-            self._replaced = _replaced(self._path)
+            self._replaced = replaced(self._path)
             if self._replaced is None:
-                self._file = _open_special(self._path)
+                self._file = open_special(self._path)
                 return
             self._fresh = self._replaced.with_name(f".{secrets.token_hex(16)}.part")
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -133,40 +134,6 @@ class Receiving:
                 if self._fresh is not None and self._replaced is not None:
                     self._fresh.replace(self._replaced)
         return info
-
-
-def _replaced(path: Path) -> Path | None:
-    """The file to put in place of what the path names, past every link; None where a pipe or
-    device is to be written to. Raises FileConflict for a directory and for a socket."""
-    place = Path(os.path.realpath(path))
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return place  # a link may well lead to a file that is not there yet
-    if stat.S_ISDIR(found.st_mode) or stat.S_ISSOCK(found.st_mode):
-        kind = "directory" if stat.S_ISDIR(found.st_mode) else "socket"
-        raise FileConflict(
-            f"{path} is a {kind}.", next_step="Name a file for the archive.", path=str(path)
-        )
-    if not stat.S_ISREG(found.st_mode):
-        return None
-    # An open file without a name (/proc/self/fd/N) is none that could be replaced.
-    if not place.exists() or not os.path.samestat(place.stat(), found):
-        raise FileConflict(
-            f"{path} names a file that was removed.",
-            next_step="Name a file for the archive.",
-            path=str(path),
-        )
-    return place
-
-
-def _open_special(path: Path) -> BinaryIO:
-    """A pipe or device, for writing. Waits for who reads a pipe."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)  # just put there: it is not ours to overwrite in parts
-        raise FileConflict(f"{path} changed just now.", next_step="Try again.", path=str(path))
-    return os.fdopen(descriptor, "wb", buffering=0)
 
 
 def _is_disk(descriptor: int) -> bool:

@@ -11,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import stat as modes
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+from sojourn.client.targets import open_special, replaced
 from sojourn.errors import FileConflict, FileMissing, InvalidRequest, PathInvalid, SojournError
 from sojourn.wire import tar
 from sojourn.wire.api import TreeInfo
@@ -279,14 +282,22 @@ def _unwritable(error: OSError, shown: str) -> FileConflict:
 
 
 class Saving:
-    """Writes one file's content, given in pieces, replacing the file whole or not at all."""
+    """Writes one file's content, given in pieces, replacing the file whole or not at all. A pipe or
+    a device is written to. Raises FileConflict."""
 
     def __init__(self, target: Path, mode: int) -> None:
         self._target = target
         self._mode = mode
-        self._fresh = target.with_name(f".{target.name}.{os.getpid()}.part")
         self._size = 0
+        self._fresh: Path | None = None
+        self._file: BinaryIO
+        self._replaced = replaced(target)
         try:
+            if self._replaced is None:
+                self._file = open_special(target)
+                return
+            name = f".{self._replaced.name[:200]}.{secrets.token_hex(8)}.part"
+            self._fresh = self._replaced.with_name(name)
             self._file = self._fresh.open("xb", buffering=0)
         except OSError as error:
             raise _unwritable(error, str(target)) from error
@@ -296,7 +307,8 @@ class Saving:
 
     def __exit__(self, *exc: object) -> None:
         self._file.close()
-        self._fresh.unlink(missing_ok=True)
+        if self._fresh is not None:
+            self._fresh.unlink(missing_ok=True)
 
     def feed(self, data: bytes) -> None:
         """Take a piece of the content. Raises FileConflict."""
@@ -309,9 +321,11 @@ class Saving:
     def finish(self) -> TreeInfo:
         """The content is complete. Raises FileConflict."""
         try:
-            os.fchmod(self._file.fileno(), self._mode & 0o777)
+            if self._fresh is not None and self._replaced is not None:
+                os.fchmod(self._file.fileno(), self._mode & 0o777)
+                self._file.close()
+                self._fresh.replace(self._replaced)
             self._file.close()
-            self._fresh.replace(self._target)
         except OSError as error:
             raise _unwritable(error, str(self._target)) from error
         return TreeInfo(1, self._size)
