@@ -149,7 +149,11 @@ def test_a_server_killed_while_it_removes_removes_all_the_same(
     if what == "session":
         eventually(lambda: not kept.exists())
         assert session.id not in {one.id for one in server.client().sessions.list()}
-        assert not list(store.glob(f"ten_*/sessions/{session.id}"))
+        repository = Repository.open(str(store))
+        [path] = store.glob(f"ten_*/sessions/{session.id}")
+        told = repository.read_session(path.parts[-3], session.id)
+        repository.close()
+        assert told.session.state == "deleted" and told.session.name is None
         return
     session = sent(server, session)
     assert kept.exists()

@@ -22,6 +22,7 @@ from sojourn.errors import (
     SnapshotNotFound,
     StaleEpoch,
 )
+from sojourn.model import SessionState
 from sojourn.model.snapshots import MemoryRef, Snapshot
 from sojourn.repository import config
 from sojourn.repository.backends.base import Backend, ObjectInfo
@@ -151,11 +152,13 @@ class Repository:
             stored, version = self._stored_session(domain, session.id)
             if stored is not None:
                 epoch = stored.session.epoch
-                taken = stored.owner != record.owner and not take_over
+                taken = stored.session.state is SessionState.DELETED or (
+                    stored.owner != record.owner and not take_over
+                )
                 if taken or epoch > session.epoch:
                     raise StaleEpoch(
-                        f"session {session.id} was taken over by another server (epoch {epoch} in"
-                        f" the object store, {session.epoch} here)",
+                        f"session {session.id} was deleted or taken over by another server (epoch"
+                        f" {epoch} in the object store, {session.epoch} here)",
                         next_step="Delete it here, or stop this server: the other one has it now.",
                         session=session.id,
                         epoch=epoch,
@@ -187,9 +190,33 @@ class Repository:
             return None, None
 
     def delete_session(self, tenant: str, session: str) -> None:
-        """Forget a session's record. Idempotent."""
+        """Let a session's record say that it was deleted, and nothing else. It stays: snapshots
+        that are still to be removed must not be taken for those of a session whose record is lost,
+        and no older server may write the record again. Idempotent."""
         domain = self.domain(tenant)
-        domain.backend.delete([domain.session_key(session)])
+        key = domain.session_key(session)
+        for _ in range(_TRIES):
+            found, version = self._stored_session(domain, session)
+            if found is None:
+                domain.backend.delete([key])  # one that nobody can read says nothing
+                return
+            if found.session.state is SessionState.DELETED:
+                return
+            gone = msgspec.structs.replace(
+                found.session,
+                state=SessionState.DELETED,
+                head=None,
+                name=None,
+                labels={},
+                env={},
+            )
+            record = msgspec.structs.replace(found, session=gone, snapshots=[])
+            try:
+                domain.put_object(SESSION, key, msgspec.msgpack.encode(record), replaces=version)
+                return
+            except Conflict:
+                continue
+        raise Conflict(f"the record of session {session} is being written by others")
 
     def delete_snapshot(self, tenant: str, snapshot: str) -> None:
         """Forget a snapshot; what only it needed goes with the next collection. Idempotent."""

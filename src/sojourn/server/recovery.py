@@ -81,6 +81,7 @@ class _Recovery:
         self._source = source
         self._repository = repository
         self._faults: list[str] = []
+        self._deleted: set[str] = set()
 
     async def run(self) -> Recovered:
         writes: list[Write] = []
@@ -106,10 +107,10 @@ class _Recovery:
         records = await asyncio.to_thread(self._read_records, tenant)
         manifests = await asyncio.to_thread(self._read_manifests, tenant)
         await asyncio.to_thread(self._read_damages, tenant)
-        for id, record in _without_record(tenant, records, manifests).items():
+        for id, record in _without_record(tenant, records, manifests, self._deleted).items():
             self._faults.append(
-                f"session {id} has no record: it was deleted just before, or its record is lost;"
-                " it comes back without its name, labels and settings"
+                f"the record of session {id} is lost: it comes back without its name, labels and"
+                " settings"
             )
             records[id] = record
         for id, record in records.items():
@@ -152,7 +153,11 @@ class _Recovery:
         found = {}
         for id in self._repository.session_ids(tenant):
             try:
-                found[id] = self._repository.read_session(tenant, id)
+                record = self._repository.read_session(tenant, id)
+                if record.session.state is SessionState.DELETED:
+                    self._deleted.add(id)
+                else:
+                    found[id] = record
             except ObjectMissing:
                 continue  # deleted just now, by a server that still lives
             except IntegrityError as error:
@@ -233,14 +238,18 @@ def _names(records: dict[str, SessionRecord]) -> dict[str, str | None]:
 
 
 def _without_record(
-    tenant: str, records: dict[str, SessionRecord], manifests: dict[str, Snapshot]
+    tenant: str,
+    records: dict[str, SessionRecord],
+    manifests: dict[str, Snapshot],
+    deleted: set[str],
 ) -> dict[str, SessionRecord]:
-    """Records made up for sessions that have snapshots and no record. Of a deleted session only
-    what others stand on is left, which is no session any more."""
+    """Records made up for sessions that have snapshots and no record, not even one that says that
+    they were deleted."""
     needed = _needed(records, manifests)
     found: dict[str, list[Snapshot]] = {}
     for manifest in manifests.values():
-        if manifest.session not in records and manifest.id not in needed:
+        known = manifest.session in records or manifest.session in deleted
+        if not known and manifest.id not in needed:
             found.setdefault(manifest.session, []).append(manifest)
     made = {}
     for id, own in found.items():
