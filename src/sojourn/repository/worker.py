@@ -4,29 +4,20 @@ Guarantee: hashing, compressing and encrypting never hold up the process that se
 take the processor only when nobody else wants it. The worker ends when its standard input does,
 so none outlives the server that started it; what it was sending is taken up by the next one.
 
-Frames both ways: four bytes of length (big-endian), then MessagePack. First comes `Start`, then
-requests `[name, arguments]`, answered in order by `[result, null]` or `[null, error body]`.
+Frames are those of `serving`: first comes `Start`, then requests `[name, arguments]`, answered in
+order.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
 import logging
-import os
-import queue
-import signal
-import struct
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
-from sojourn.errors import ObjectMissing, SojournError, StorageFull, StoreRefused, to_body
+from sojourn.errors import ObjectMissing, StoreRefused
 from sojourn.model.snapshots import Snapshot
 from sojourn.repository import config
 from sojourn.repository.backends.opening import open_backend
@@ -34,14 +25,10 @@ from sojourn.repository.collection import collect
 from sojourn.repository.copies import StoredCopies
 from sojourn.repository.keys import Keyring
 from sojourn.repository.repository import Repository
+from sojourn.repository.serving import answered, begin, reply
 from sojourn.repository.session_records import SessionRecord, TenantRecord
 
-log = logging.getLogger(__name__)
-
-LENGTH = struct.Struct(">I")
-LARGEST = 64 << 20
 _NICE = 10
-_PR_SET_PDEATHSIG = 1
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -71,23 +58,6 @@ class Named(msgspec.Struct, frozen=True):
 
     tenant: str
     id: str
-
-
-def encode_frame(value: Any) -> bytes:
-    """A value as a frame."""
-    payload = msgspec.msgpack.encode(value)
-    return LENGTH.pack(len(payload)) + payload
-
-
-def _read_frame(source: BinaryIO) -> bytes | None:
-    head = source.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    if length > LARGEST:
-        return None
-    payload = source.read(length)
-    return payload if len(payload) == length else None
 
 
 class _Worker:
@@ -139,53 +109,21 @@ class _Worker:
 
     def answer(self, frame: bytes) -> bytes:
         """Do what a frame asks for."""
-        try:
+
+        def call() -> Any:
             name, arguments = msgspec.msgpack.decode(frame, type=tuple[str, msgspec.Raw])
-            kind, call = self._calls[name]
-            return encode_frame((call(msgspec.msgpack.decode(arguments, type=kind)), None))
-        except SojournError as error:
-            return encode_frame((None, to_body(error)))
-        except OSError as error:
-            return encode_frame((None, to_body(typed(error))))
-        except Exception as error:
-            # A fault here is told like any other failure; the next snapshot may fare better.
-            log.exception("a fault while sending")
-            return encode_frame((None, to_body(SojournError(f"a fault while sending: {error!r}"))))
+            kind, work = self._calls[name]
+            return work(msgspec.msgpack.decode(arguments, type=kind))
 
-
-def typed(error: OSError) -> SojournError:
-    """What a failure of this machine means to whoever asked."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageFull(f"no room for what is being sent: {error}")
-    return SojournError(f"sending failed: {error}")
-
-
-def end_with_input(source: BinaryIO, frames: Callable[[bytes], None]) -> None:
-    """Pass frames on until the input ends; then end the process at once, whatever it does."""
-    while (frame := _read_frame(source)) is not None:
-        frames(frame)
-    os._exit(0)
+        return answered("sending", call)
 
 
 def main() -> None:
     """Serve until standard input ends."""
-    # Ctrl-C in a terminal goes to the whole group; the server decides when its worker ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Standard input tells when the server has ended, but not to a worker that somebody stopped.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
-    asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=end_with_input, args=(sys.stdin.buffer, asked.put), daemon=True).start()
+    asked = begin(_NICE, logging.INFO)
     worker = _Worker(msgspec.msgpack.decode(asked.get(), type=Start))
     while True:
-        sys.stdout.buffer.write(worker.answer(asked.get()))
-        sys.stdout.buffer.flush()
+        reply(worker.answer(asked.get()))
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ from sojourn.repository.archive_worker import Job
 from sojourn.repository.archives import Written
 from sojourn.repository.keys import clean_secret
 from sojourn.repository.session_records import SessionRecord, SnapshotNote
-from sojourn.repository.worker import LENGTH, encode_frame
 from sojourn.server.base import Principal
 from sojourn.server.context import Context
 from sojourn.server.imports import spare_room
 from sojourn.server.requests import Requests
+from sojourn.server.sender import exchange
 from sojourn.server.snapshots import Snapshots
 from sojourn.server.turns import Turns
 from sojourn.store.copying import disk_errors
@@ -207,12 +207,8 @@ async def _write(job: Job) -> Written:
         stdout=asyncio.subprocess.PIPE,
         pass_fds=(job.descriptor,),
     )
-    assert process.stdin is not None and process.stdout is not None
     try:
-        process.stdin.write(encode_frame(job))
-        await process.stdin.drain()
-        (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-        frame = await process.stdout.readexactly(length)
+        frame = await exchange(process, job)
     except (OSError, EOFError) as error:
         raise Interrupted(
             "the process that writes the archive ended early",

@@ -20,13 +20,23 @@ import msgspec
 from sojourn.errors import ErrorBody, Interrupted, from_body
 from sojourn.model import Snapshot
 from sojourn.repository.repository import Repository
+from sojourn.repository.serving import LENGTH, encode_frame
 from sojourn.repository.session_records import SessionRecord, TenantRecord
-from sojourn.repository.worker import LENGTH, Named, Push, Start, encode_frame
+from sojourn.repository.worker import Named, Push, Start
 
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 20.0
 _END_SECONDS = 10.0
+
+
+async def exchange(process: asyncio.subprocess.Process, request: Any) -> bytes:
+    """Send a worker a request and read its answer. Raises OSError, EOFError when it ended."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(encode_frame(request))
+    await process.stdin.drain()
+    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    return await process.stdout.readexactly(length)
 
 
 class Sender:
@@ -110,11 +120,7 @@ class Sender:
     async def _ask(
         self, process: asyncio.subprocess.Process, request: Any
     ) -> tuple[Any, ErrorBody | None]:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(encode_frame(request))
-        await process.stdin.drain()
-        (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-        frame = await process.stdout.readexactly(length)
+        frame = await exchange(process, request)
         return msgspec.msgpack.decode(frame, type=tuple[Any, ErrorBody | None])
 
     async def _running(self) -> asyncio.subprocess.Process:
