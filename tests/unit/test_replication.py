@@ -187,7 +187,7 @@ def test_a_snapshot_that_always_fails_holds_up_no_others(
             await here.start()
             await here.until(lambda: here.durable(good))
             assert not await here.durable(bad)
-            assert (await here.replicator.status()).error
+            assert here.replicator.status().error
 
     asyncio.run(scenario())
 

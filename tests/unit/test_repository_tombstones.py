@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from sojourn.errors import IntegrityError
 from sojourn.repository.damages import Damage, decode_damage, read_damage, write_damage
-from sojourn.repository.marking import decode_snapshot
 from sojourn.repository.needs import decode_segment
+from sojourn.repository.session_records import decode_snapshot
 from sojourn.repository.tombstones import (
     DONE,
     NAMED,
@@ -129,7 +129,7 @@ def test_bytes_that_are_nothing_raise_integrity_errors_alone(payload):
     for decode in (
         lambda: decode_tombstone(payload, KEY),
         lambda: decode_damage(payload, f"{TENANT}/damaged/snp_1"),
-        lambda: decode_snapshot(payload, f"{TENANT}/snapshots/snp_1"),
+        lambda: decode_snapshot(payload, "snp_1"),
         lambda: decode_segment(payload, b"1" * 32),
     ):
         try:

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-import msgspec
-
 from sojourn.errors import IntegrityError, ObjectMissing
 from sojourn.model.snapshots import Snapshot
 from sojourn.repository.damages import Damage, read_damages
@@ -24,10 +22,9 @@ from sojourn.repository.domains import SNAPSHOTS, Domain
 from sojourn.repository.losses import losses_of_image, losses_of_layer
 from sojourn.repository.needs import add_image, add_layer
 from sojourn.repository.sealed import SNAPSHOT
-from sojourn.store.fingerprints import fingerprint
+from sojourn.repository.session_records import decode_snapshot
 from sojourn.store.images import object_name as image_object
 from sojourn.store.layers import object_name as layer_object
-from sojourn.store.snapshots import object_name as snapshot_object
 
 SHARED = "shared"
 _THREADS = 8
@@ -36,8 +33,6 @@ _WALKERS = 4  # layers and images at once
 T = TypeVar("T")
 
 Holder = tuple[Domain, str]  # a snapshot and its domain
-
-_snapshots = msgspec.msgpack.Decoder(Snapshot)
 
 
 class Marks:
@@ -66,22 +61,6 @@ def root_name(key: str) -> str:
     return parts[2]
 
 
-def decode_snapshot(payload: bytes, key: str) -> Snapshot:
-    """A snapshot from its payload, proven by its fingerprint. Raises IntegrityError."""
-    name = snapshot_object(key.rpartition("/")[2])
-    try:
-        found = _snapshots.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise IntegrityError(f"{name} is malformed: {error}", object=name) from None
-    if found.id != key.rpartition("/")[2]:
-        raise IntegrityError(f"{name} holds the manifest of {found.id}.", object=name)
-    if found.fingerprint != fingerprint(found.layers, found.memory, found.config, found.format):
-        raise IntegrityError(
-            f"The fingerprint of {name} is not the one of its content.", object=name
-        )
-    return found
-
-
 def read_snapshots(
     domain: Domain, faults: dict[str, IntegrityError] | None = None
 ) -> Iterator[Snapshot]:
@@ -91,7 +70,7 @@ def read_snapshots(
     def take(running: deque[tuple[str, Future[bytes]]]) -> Iterator[Snapshot]:
         key, future = running.popleft()
         try:
-            yield decode_snapshot(future.result(), key)
+            yield decode_snapshot(future.result(), key.rpartition("/")[2])
         except ObjectMissing:
             return  # deleted since it was listed
         except IntegrityError as error:

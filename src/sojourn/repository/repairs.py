@@ -36,7 +36,6 @@ from sojourn.repository.layers_out import publish_layer, push_layer
 from sojourn.repository.losses import Losses, losses_of_image, losses_of_layer
 from sojourn.repository.marking import (
     SHARED,
-    decode_snapshot,
     mark,
     read_snapshots,
     root_name,
@@ -46,6 +45,7 @@ from sojourn.repository.pushes import Copies
 from sojourn.repository.records import DATA, MAX_PACK, META, PackInfo
 from sojourn.repository.rewriting import Rewriter
 from sojourn.repository.sealed import SNAPSHOT, TOMBSTONE
+from sojourn.repository.session_records import decode_snapshot
 from sojourn.repository.tombstones import (
     NAMED,
     REMOVING,

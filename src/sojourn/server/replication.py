@@ -79,12 +79,9 @@ class StoreSettings(msgspec.Struct, frozen=True):
 
 
 class ReplicationStatus(msgspec.Struct, frozen=True):
-    """How far the object store is behind. `lag` is the age in seconds of the oldest snapshot that
-    waits, `error` what stopped the last round."""
+    """Where copies go. `error` is what holds them up; their lag is told by the database."""
 
     url: str | None
-    waiting: int
-    lag: float
     sent_bytes: int
     error: str | None
 
@@ -247,15 +244,11 @@ class Replicator:
             if not waiting and self._waiting.get(snapshot) is waiting:
                 del self._waiting[snapshot]
 
-    async def status(self) -> ReplicationStatus:
-        """How far the store is behind."""
-        behind = await self._database.durability(None)
-        oldest = min((one.oldest_waiting for one in behind if one.oldest_waiting), default=None)
+    def status(self) -> ReplicationStatus:
+        """Where copies go, and what holds them up."""
         repository = self._opening.accepted if self._opening is not None else None
         return ReplicationStatus(
             url=repository.url if repository else self.settings.url,
-            waiting=sum(one.waiting for one in behind),
-            lag=0.0 if oldest is None else max(0.0, time.time() - oldest),
             sent_bytes=self._sent,
             error=self._error
             or self._snapshots.any_cause()

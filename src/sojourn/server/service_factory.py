@@ -94,7 +94,7 @@ async def open_service(data: Path, objects: StoreSettings | None = None) -> Asyn
         replicator = Replicator(database, objects or StoreSettings(), data / "store")
         opened.push_async_callback(replicator.close)
         await replicator.open()
-        await _announce(data, replicator)
+        _announce(data, replicator)
         source = RepositorySource(replicator.open_repository)
         source.learn(await database.durable_objects())
         store = await asyncio.to_thread(LocalStore, data / "store", source=source)
@@ -128,9 +128,9 @@ async def open_service(data: Path, objects: StoreSettings | None = None) -> Asyn
         yield service
 
 
-async def _announce(data: Path, replicator: Replicator) -> None:
+def _announce(data: Path, replicator: Replicator) -> None:
     """One line that tells, in a log, which server this is and where its snapshots go."""
-    url = (await replicator.status()).url  # one with credentials in it was refused by now
+    url = replicator.status().url  # one with credentials in it was refused by now
     kind = "encrypted" if replicator.settings.secret is not None else "not encrypted"
     place = "none" if url is None else f"{url} ({kind})"
     log.info("sojourn %s, data in %s, object store: %s", version("sojourn"), data, place)

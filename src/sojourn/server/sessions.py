@@ -516,7 +516,7 @@ class Sessions:
         replicator = self._context.replicator
         if replicator.settings.url is None:
             return None
-        status = await replicator.status()
+        status = replicator.status()
         now = time.time()
         behind = [
             durability_info(one, now)
