@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from sojourn import faultpoints
@@ -95,13 +95,21 @@ class NodeAgent:
 
     # -- placements -------------------------------------------------------------------------
 
-    async def start(self, record: SandboxRecord) -> None:
-        """Start a sandbox for a placement. Raises ResumeFailed, IntegrityError, StorageFull;
-        nothing is left behind then."""
+    async def start(
+        self,
+        record: SandboxRecord,
+        *,
+        authority: bytes | None = None,
+        gateway: Callable[[Path], Awaitable[None]] | None = None,
+    ) -> None:
+        """Start a sandbox for a placement; `authority` and `gateway` as `Sandbox.start` has them.
+        Raises ResumeFailed, IntegrityError, StorageFull; nothing is left behind then."""
         sandbox = self._make(record)
         self._sandboxes[record.sandbox] = sandbox
         try:
-            await sandbox.start(self._trusted, secrets.token_hex(16))
+            await sandbox.start(
+                self._trusted, secrets.token_hex(16), authority=authority, gateway=gateway
+            )
         except BaseException:
             # Where clearing up fails too it is tried again; what to tell is why the start failed.
             await asyncio.shield(self.remove(record.sandbox))

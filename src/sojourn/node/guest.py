@@ -11,12 +11,14 @@ import builtins
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from sojourn.wire.frames import Feature
 from sojourn.wire.guest import (
     GuestActivity,
     OpenUnlinked,
     Output,
     ProcessSpec,
     ProcessState,
+    Reach,
     Stat,
     WatchEvent,
 )
@@ -43,6 +45,11 @@ class Guest(Protocol):
     @property
     def attached(self) -> bool:
         """Whether the supervisor is connected now."""
+
+    @property
+    def features(self) -> Feature:
+        """What the supervisor of this sandbox can do, as of the last attach. A sandbox that was
+        restored from an image of before a feature lacks it."""
 
     @property
     def interrupts(self) -> int:
@@ -136,6 +143,18 @@ class Guest(Protocol):
     async def mknod(self, path: bytes, type: str, mode: int, rdev: int = 0) -> None: ...
 
     def watch(self, path: bytes, *, recursive: bool = False) -> AsyncIterator[WatchEvent]: ...
+
+    # -- network ----------------------------------------------------------------------------
+    async def network(self, on: bool) -> Reach:
+        """Let connections of the session out as tunnels to `net.sock` in the control directory, or
+        no longer; those that are open are reset then. Tells what is served now. Idempotent.
+        Raises Unsupported where the supervisor has no tunnels."""
+
+    async def dial(self, token: bytes, port: int) -> None:
+        """Have a connection to a port inside opened; it comes as a tunnel of kind INBOUND with
+        this token (16 bytes), which is opened before this returns. Works whether or not the
+        network is on. Raises Conflict (details.errno) when nothing answers at the port,
+        QuotaExceeded with too many tunnels, Unsupported where the supervisor has no tunnels."""
 
     # -- state ------------------------------------------------------------------------------
     async def activity(self) -> GuestActivity: ...

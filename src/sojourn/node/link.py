@@ -9,13 +9,14 @@ from sojourn.errors import SandboxLost
 from sojourn.node.guest import Guest
 from sojourn.node.link_connection import encode
 from sojourn.node.link_files import FileCalls
+from sojourn.node.link_network import NetworkCalls
 from sojourn.node.link_processes import ProcessCalls
 from sojourn.wire import frames
 from sojourn.wire.frames import Op
 from sojourn.wire.guest import GuestActivity, OpenUnlinked
 
 
-class GuestLink(ProcessCalls, FileCalls):
+class GuestLink(ProcessCalls, FileCalls, NetworkCalls):
     """A supervisor reached through `node.sock` in the sandbox's control directory."""
 
     async def shell(self) -> bytes | None:

@@ -55,6 +55,8 @@ def error_of(op: int, number: int, body: bytes) -> errors.SojournError:
         return _of_process(number, cause, about)
     if Op.STAT <= op < Op.ACTIVITY:
         return _of_file(op, number, cause, about)
+    if op in (Op.NETWORK, Op.DIAL):
+        return _of_network(number, cause, about)
     return errors.SojournError(f"the supervisor could not do it: {cause}", errno=number)
 
 
@@ -82,6 +84,21 @@ def _of_process(number: int, cause: str, about: bytes) -> errors.SojournError:
     if number == errno.EPERM:
         return errors.Forbidden(display(about) or cause, next_step="The sandbox refuses this.")
     return errors.SojournError(f"the supervisor could not do it: {cause}", errno=number)
+
+
+def _of_network(number: int, cause: str, about: bytes) -> errors.SojournError:
+    message = f"{display(about)}: {cause}" if about else cause
+    if number in (errno.ENOSYS, errno.EOPNOTSUPP):
+        return errors.Unsupported(message, next_step="Create the session anew, or fork its files.")
+    if number in _QUOTAS:
+        return errors.QuotaExceeded(
+            message, next_step="Close connections of the session, then try again.", errno=number
+        )
+    return errors.Conflict(
+        message,
+        next_step="Start a program in the session that listens there, then try again.",
+        errno=number,
+    )
 
 
 def _of_file(op: int, number: int, cause: str, about: bytes) -> errors.SojournError:

@@ -21,7 +21,8 @@ _SALVAGED = "salvaged.json"
 
 
 class SandboxRecord(msgspec.Struct, frozen=True):
-    """One placement of a session on this node. `layers` are lowest first."""
+    """One placement of a session on this node. `layers` are lowest first. `network` says whether
+    connections leave it as tunnels to the gateway (what they may reach is decided there)."""
 
     sandbox: str
     session: str
@@ -32,6 +33,7 @@ class SandboxRecord(msgspec.Struct, frozen=True):
     config: SnapshotConfig
     limits: Limits
     created_at: float
+    network: bool = False
 
 
 def stacked(layers: list[LayerRef], layer: LayerRef) -> list[LayerRef]:

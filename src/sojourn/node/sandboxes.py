@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from collections.abc import Callable
+import logging
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from sojourn import faultpoints
 from sojourn.errors import ResumeFailed, SandboxLost, SojournError, StorageFull
 from sojourn.model import LayerRef, SessionState
-from sojourn.node import host, mounts
+from sojourn.node import authorities, host, mounts
 from sojourn.node.guest import Guest
 from sojourn.node.interpreter import Interpreter
 from sojourn.node.isolation.base import Capability, Driver, SandboxSpec, SandboxStatus
@@ -23,7 +24,11 @@ from sojourn.node.link import GuestLink
 from sojourn.node.records import SandboxRecord, write_record
 from sojourn.store.base import Scan, Store
 from sojourn.store.trees import remove_tree
-from sojourn.wire.guest import GuestActivity
+from sojourn.wire import tunnels
+from sojourn.wire.frames import Feature
+from sojourn.wire.guest import GuestActivity, Reach
+
+log = logging.getLogger(__name__)
 
 ATTACH_SECONDS = 30.0
 DETACH_SECONDS = 10.0
@@ -76,6 +81,12 @@ class Sandbox:
         self.baseline: GuestActivity | None = None
         self.baseline_scan: Scan | None = None
         self.frozen = False
+        self.reach = Reach.OFF
+
+    @property
+    def network_socket(self) -> Path:
+        """Where the gateway listens for the tunnels of this sandbox."""
+        return self.spec.control / tunnels.SOCKET
 
     @property
     def upper(self) -> Path:
@@ -116,10 +127,20 @@ class Sandbox:
             self.driver.start(self.spec)
         faultpoints.reach("start.launch")
 
-    async def start(self, trusted: Callable[[LayerRef], bool], generation: str) -> None:
+    async def start(
+        self,
+        trusted: Callable[[LayerRef], bool],
+        generation: str,
+        *,
+        authority: bytes | None = None,
+        gateway: Callable[[Path], Awaitable[None]] | None = None,
+    ) -> None:
         """Boot or restore, verify what is used meanwhile, and wait until the supervisor answers.
 
         `trusted` says which layers were checked so recently that it is not done again.
+        `authority` are certificates (PEM) that programs inside are to trust besides those of the
+        template. `gateway` is called with the path of `net.sock` once its directory is there, and
+        has somebody listen there before any connection leaves.
         Raises ResumeFailed, IntegrityError, StorageFull; what was begun is the caller's to destroy.
         """
         try:
@@ -132,7 +153,12 @@ class Sandbox:
                 tasks.create_task(asyncio.to_thread(self._launch))
                 tasks.create_task(self.guest.attach(ATTACH_SECONDS))
                 tasks.create_task(asyncio.to_thread(self._verify, trusted))
+            if gateway is not None:
+                await gateway(self.network_socket)
             await self.guest.refresh(generation=generation)
+            if authority is not None:
+                await authorities.write(self.guest, authority)
+            await self.set_network(self.record.network)
             await self.mark()
         except Exception as error:
             first = _first(error)
@@ -170,6 +196,19 @@ class Sandbox:
         await self.guest.attach(ATTACH_SECONDS)
         # What changed before the restart is unknown: no baseline means the next turn counts as
         # a change.
+
+    async def set_network(self, on: bool) -> Reach:
+        """Let connections out, or no longer. Idempotent; to be said again after `adopt`.
+
+        Memory of before there was a network goes on without one: `reach` is OFF then, and no
+        connection leaves, as whatever the policy is may never reach further than it says.
+        """
+        self.reach = Reach.OFF
+        if Feature.TUNNELS in self.guest.features:
+            self.reach = await self.guest.network(on)
+        elif on:
+            log.warning("sandbox %s: its memory is older than the network", self.record.sandbox)
+        return self.reach
 
     # -- freeze and thaw --------------------------------------------------------------------
 

@@ -81,6 +81,15 @@ class Op(enum.IntEnum):
     UNLINKED = 65
     SYNC = 66
     REFRESH = 67
+    NETWORK = 68
+    DIAL = 69
+
+
+class Feature(enum.IntFlag):
+    """What a supervisor can do beyond what all can; one in an older memory image has none."""
+
+    TUNNELS = 1  # NETWORK and DIAL, and tunnels that are parked around a freeze
+    TRANSPARENT = 2  # connections to any address are taken, not only those to the proxy
 
 
 class Stage(enum.IntEnum):
@@ -196,6 +205,11 @@ class Reader:
             raise FrameError("a list is longer than its frame")
         return [self.text() for _ in range(count)]
 
+    @property
+    def ended(self) -> bool:
+        """Whether all fields are taken."""
+        return self._at == len(self._data)
+
     def end(self) -> None:
         """Nothing may follow."""
         if self._at != len(self._data):
@@ -209,7 +223,7 @@ _PAIR = struct.Struct("<QQ")
 class Hello:
     """What the supervisor says of itself when it connects."""
 
-    __slots__ = ("boot", "max_body", "shell", "version")
+    __slots__ = ("boot", "features", "max_body", "shell", "version")
 
     def __init__(self, reader: Reader) -> None:
         magic, self.version, self.max_body = reader.take(_HELLO)
@@ -217,6 +231,8 @@ class Hello:
             raise FrameError("the peer is no supervisor")
         self.boot = reader.blob()
         self.shell = reader.text()
+        # Supervisors of before this field live on in memory images.
+        self.features = Feature(0 if reader.ended else reader.u32())
         reader.end()
 
 

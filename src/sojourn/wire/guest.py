@@ -6,7 +6,17 @@ session. Times are nanoseconds since 1970.
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
+
+
+class Reach(enum.StrEnum):
+    """How connections of a session get to the gateway."""
+
+    OFF = "off"
+    PROXY = "proxy"  # only by the proxy at 127.0.0.1:3128
+    TRANSPARENT = "transparent"  # every connection by itself; names are answered
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):

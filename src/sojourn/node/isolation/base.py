@@ -26,6 +26,7 @@ class Capability(enum.StrEnum):
     FREEZE = "freeze"  # stop all processes at one instant and let them go on
     LIVE_CHECKPOINT = "live_checkpoint"  # checkpoint a frozen sandbox that then goes on
     HARD_LIMITS = "hard_limits"  # cpu, memory and pids limits enforced by the kernel
+    NETWORK = "network"  # connections to any address can be taken inside, not only the proxy's
 
 
 class SandboxSpec(msgspec.Struct, frozen=True):
