@@ -21,23 +21,22 @@ class PortKind(enum.StrEnum):
 class ExposedPort(msgspec.Struct, frozen=True):
     """A port of a session that can be reached from outside.
 
-    `token` is the sealed access token of one that is not public (None: it is public); `digest` is
-    its SHA-256, in hex. `listen` is the number of the host's port that a TCP one has, for good;
-    `sources` are the networks that may connect to it (empty: all).
+    `token` is what opens one that is not public, sealed with the key of secrets; empty for a public
+    one. `listens_at` is the number of the host's port that a TCP one has, for good; `sources` are
+    the networks that may connect to it (empty: all).
     """
 
-    id: str
     session: str
-    tenant: str
     port: int
+    tenant: str
     kind: PortKind
-    token: bytes | None
-    digest: str | None
-    listen: int | None
+    public: bool
+    token: str
     sources: list[str]
+    listens_at: int | None
     created_at: float
 
     @property
-    def public(self) -> bool:
-        """Whether it needs no token."""
-        return self.digest is None
+    def id(self) -> str:
+        """Which one it is, among those of all sessions."""
+        return f"{self.session}:{self.port}"
