@@ -9,24 +9,26 @@ and that counts.
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import sys
 import time
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sojourn.model.ids import new_id
 from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotConfig, SnapshotKind
-from sojourn.repository.checks import check as check_repository
-from sojourn.repository.repository import Repository
+from sojourn.repository.opened import OpenedRepository
 from sojourn.store.fingerprints import fingerprint
 from sojourn.store.layers import SHORT, read_manifest
-from sojourn.store.local import LocalStore
 from sojourn.store.manifests import Manifest
 from sojourn.store.trees import LocalScan
+
+if TYPE_CHECKING:
+    from sojourn.repository.repository import Repository
+    from sojourn.store.local import LocalStore
 
 TENANT = "bench"
 
@@ -40,6 +42,8 @@ class State:
     @cached_property
     def store(self) -> LocalStore:
         """The node's store; checks and restores do without."""
+        from sojourn.store.local import LocalStore
+
         return LocalStore(self.place / "store")
 
     @property
@@ -62,6 +66,8 @@ class State:
     @property
     def scan(self) -> LocalScan | None:
         """The scan of the capture before."""
+        import pickle  # not loaded by steps that do without
+
         try:
             with (self.place / "scan").open("rb") as file:
                 found: LocalScan = pickle.load(file)
@@ -71,8 +77,14 @@ class State:
 
     def repository(self, *, create: bool = False) -> Repository:
         """The repository, opened."""
-        secret = os.environ["SOJOURN_BENCH_SECRET"].encode() or None
-        return Repository.open(str(self.place / "repository"), secret, create=create)
+        from sojourn.repository.repository import Repository
+
+        return Repository.open(*self.named, create=create)
+
+    @property
+    def named(self) -> tuple[str, bytes | None]:
+        """Where the repository is, and its secret."""
+        return str(self.place / "repository"), os.environ["SOJOURN_BENCH_SECRET"].encode() or None
 
 
 class Copies:
@@ -144,9 +156,11 @@ def settle_layer(state: State, tree: Path) -> None:
     """Let the store have the layer that was sealed, with its tree where it is, so that the next
     capture of the same tree finds it as that of a session which lives on, and keep its scan."""
     sealed = state.store.seal_layer(tree, since=None, suspects=set())
+    import pickle
+
     (state.place / "scan").write_bytes(pickle.dumps(sealed.scan))
     state.store.adopt_template(tree, "upper")
-    LocalStore(state.place / "store")  # the record of the sealing is not needed any more
+    State(state.place).store  # noqa: B018 - opened anew: the record of the sealing is not needed any more
 
 
 def settle_image(state: State, tree: Path) -> None:
@@ -185,7 +199,9 @@ def restore(state: State, kind: str, target: Path) -> None:
 
 def check(state: State, *, data: bool) -> None:
     """Check the repository: its structure, or every byte."""
-    repository = state.repository()
+    from sojourn.repository.checks import check as check_repository
+
+    repository = OpenedRepository.open(*state.named)
     found = check_repository(repository.backend, repository.domain, read_data=data)
     # There is no server here that would write down whose snapshots these are.
     damage = [problem for problem in found if problem.severity != "warning"]

@@ -16,7 +16,8 @@ from typing import Any
 
 from sojourn.model import new_id
 from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotConfig, SnapshotKind
-from sojourn.store import LocalStore, fingerprint
+from sojourn.store.fingerprints import fingerprint
+from sojourn.store.local import LocalStore
 from sojourn.store.views import View
 
 CONFIG = SnapshotConfig(template="base", env={"A": "1"}, user="root", cwd="/", hostname="box")

@@ -14,9 +14,10 @@ from store_rig import CONFIG, capture, hostile_tree, look, snapshot_of
 
 from sojourn.errors import IntegrityError, StorageFull, StoreUnreachable
 from sojourn.model.snapshots import LayerRef, MemoryRef
-from sojourn.store import LocalStore, Source
+from sojourn.store.base import Source
 from sojourn.store.building import Builder, Shared
 from sojourn.store.copying import Copier
+from sojourn.store.local import LocalStore
 from sojourn.store.manifests import Manifest
 from sojourn.store.trees import remove_tree
 

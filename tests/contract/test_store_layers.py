@@ -17,7 +17,7 @@ import pytest
 from store_rig import capture, hostile_tree, look, snapshot_of
 
 from sojourn.errors import CaptureFailed, IntegrityError
-from sojourn.store import LocalStore
+from sojourn.store.local import LocalStore
 from sojourn.store.trees import remove_tree
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners and devices need root")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from store_rig import capture, look, seen_by_model, snapshot_of
 
 from sojourn.node.mounts import mount_overlay, unmount
-from sojourn.store import LocalStore
+from sojourn.store.local import LocalStore
 
 pytestmark = [
     pytest.mark.privileged,

@@ -20,7 +20,8 @@ from sojourn.errors import (
     SnapshotNotFound,
     TooLarge,
 )
-from sojourn.store import LocalStore, fingerprint
+from sojourn.store.fingerprints import fingerprint
+from sojourn.store.local import LocalStore
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from sojourn.repository.domains import Domain
 from sojourn.repository.images_out import publish_image, push_image
 from sojourn.repository.layers_out import publish_layer, push_layer
 from sojourn.repository.uploads import Upload
-from sojourn.store import LocalStore
 from sojourn.store.envelopes import read_checked
 from sojourn.store.fingerprints import layer_digest
+from sojourn.store.local import LocalStore
 from sojourn.store.trees import remove_tree
 from support.cache_worker import domain_at
 from support.sources import DomainSource

@@ -13,7 +13,8 @@ import pytest
 from sojourn.errors import StorageFull
 from sojourn.model import new_id
 from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotConfig, SnapshotKind
-from sojourn.store import LocalStore, fingerprint
+from sojourn.store.fingerprints import fingerprint
+from sojourn.store.local import LocalStore
 
 pytestmark = [
     pytest.mark.privileged,

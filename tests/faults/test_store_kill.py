@@ -22,7 +22,8 @@ import pytest
 
 from sojourn.model import new_id
 from sojourn.model.snapshots import LayerRef, Snapshot, SnapshotConfig, SnapshotKind
-from sojourn.store import LocalStore, fingerprint
+from sojourn.store.fingerprints import fingerprint
+from sojourn.store.local import LocalStore
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners need root")
 

@@ -19,7 +19,8 @@ from sojourn.model.snapshots import LayerRef, SnapshotConfig
 from sojourn.repository.copies import StoredCopies
 from sojourn.repository.repository import Repository
 from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
-from sojourn.store import LocalStore, fingerprint
+from sojourn.store.fingerprints import fingerprint
+from sojourn.store.local import LocalStore
 from support.databases import make_session
 
 CONFIG = SnapshotConfig(template="base", env={}, user="root", cwd="/", hostname="box")

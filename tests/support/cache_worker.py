@@ -23,7 +23,7 @@ from sojourn.model.snapshots import LayerRef, MemoryRef
 from sojourn.repository import config
 from sojourn.repository.backends.opening import open_backend
 from sojourn.repository.domains import Domain
-from sojourn.store import LocalStore
+from sojourn.store.local import LocalStore
 from support.sources import DomainSource
 
 Refs = tuple[list[LayerRef], list[MemoryRef]]

@@ -27,7 +27,8 @@ from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotConfi
 from sojourn.repository.collection import collect
 from sojourn.repository.copies import StoredCopies
 from sojourn.repository.repository import Repository
-from sojourn.store import LocalStore, fingerprint
+from sojourn.store.fingerprints import fingerprint
+from sojourn.store.local import LocalStore
 
 TENANT = "ten_1"
 CONFIG = SnapshotConfig(template="t", env={}, user="root", cwd="/", hostname="h")

@@ -17,7 +17,8 @@ from sojourn.repository.packs import CHUNK_DATA, DATA, META
 from sojourn.repository.repairs import NodeStore, Repaired, repair
 from sojourn.repository.tombstones import Tombstones
 from sojourn.repository.uploads import Upload
-from sojourn.store import LocalStore, fingerprint
+from sojourn.store.fingerprints import fingerprint
+from sojourn.store.local import LocalStore
 from support.dictionaries import DictBackend
 from support.repositories import TENANT, Node
 

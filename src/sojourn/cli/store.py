@@ -19,7 +19,7 @@ import click
 import msgspec
 
 from sojourn.cli.output import counted, emit, facts, json_option, safe, say, size, table, working
-from sojourn.cli.stores import opened_repository, store_options, store_secret
+from sojourn.cli.stores import opened_store, store_options, store_secret
 
 if TYPE_CHECKING:
     from sojourn.repository.checks import Problem
@@ -91,7 +91,7 @@ def check(
     if read_data and subset is not None:
         raise click.UsageError("Give --read-data or --read-data-subset, not both.")
     with (
-        opened_repository(url, key_file, data) as repository,
+        opened_store(url, key_file, data) as repository,
         progress("Looking into packs", quiet=as_json) as told,
     ):
         problems = list(
@@ -152,7 +152,7 @@ def stats(as_json: bool, by: str, url: str | None, key_file: Path | None, data: 
     from sojourn.repository.accounting import account
 
     with (
-        opened_repository(url, key_file, data) as repository,
+        opened_store(url, key_file, data) as repository,
         working(f"Counting in {repository.url}", quiet=as_json),
     ):
         found = account(repository.backend, repository.domain)
@@ -226,7 +226,7 @@ def gc(
         _dry_run(as_json, url, key_file, data)
         return
     with (
-        opened_repository(url, key_file, data) as repository,
+        opened_store(url, key_file, data) as repository,
         working(f"Collecting in {repository.url}", quiet=as_json),
     ):
         found = collect(repository.backend, repository.domain, grace=grace)
@@ -272,7 +272,7 @@ def _dry_run(as_json: bool, url: str | None, key_file: Path | None, data: Path) 
     from sojourn.repository.accounting import account
 
     with (
-        opened_repository(url, key_file, data) as repository,
+        opened_store(url, key_file, data) as repository,
         working(f"Counting in {repository.url}", quiet=as_json),
     ):
         total = account(repository.backend, repository.domain).total
@@ -322,7 +322,7 @@ def repair(
         if (place / "store").is_dir()
     ]
     with (
-        opened_repository(url, key_file, data) as repository,
+        opened_store(url, key_file, data) as repository,
         progress("Reading packs", quiet=as_json) as told,
     ):
         found = repairs.repair(repository.backend, repository.domain, sources, progress=told)
@@ -385,7 +385,7 @@ def rotate(
 
     old, new = store_secret(key_file), store_secret(new_key_file)
     assert new is not None
-    with opened_repository(url, key_file, data) as repository:
+    with opened_store(url, key_file, data) as repository:
         if old is None:
             raise StoreKeyInvalid(
                 "the object store is not encrypted: there is no secret to change",

@@ -19,6 +19,7 @@ from sojourn.errors import InvalidRequest
 from sojourn.model.paths import data_directory
 
 if TYPE_CHECKING:
+    from sojourn.repository.opened import OpenedRepository
     from sojourn.repository.repository import Repository
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,19 +57,29 @@ def store_options(command: F) -> F:
 
 
 @contextlib.contextmanager
+def opened_store(url: str | None, key_file: Path | None, data: Path) -> Iterator[OpenedRepository]:
+    """The repository that `store_options` name, for looking after it. Raises InvalidRequest,
+    ObjectMissing, StoreKeyInvalid, StoreUnreachable, StoreRefused, IntegrityError."""
+    from sojourn.repository.opened import OpenedRepository
+
+    with contextlib.closing(OpenedRepository.open(*_named(url, key_file, data))) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
 def opened_repository(url: str | None, key_file: Path | None, data: Path) -> Iterator[Repository]:
-    """The repository that `store_options` name. Raises InvalidRequest, ObjectMissing,
-    StoreKeyInvalid, StoreUnreachable, StoreRefused, IntegrityError."""
+    """As `opened_store`, for reading snapshots."""
     from sojourn.repository.repository import Repository
 
+    with contextlib.closing(Repository.open(*_named(url, key_file, data))) as opened:
+        yield opened
+
+
+def _named(url: str | None, key_file: Path | None, data: Path) -> tuple[str, bytes | None]:
     location = store_location(url, data)
     if location is None:
         raise InvalidRequest("the server keeps no object store (SOJOURN_STORE is `none`)")
-    repository = Repository.open(location, store_secret(key_file))
-    try:
-        yield repository
-    finally:
-        repository.close()
+    return location, store_secret(key_file)
 
 
 def store_location(given: str | None, data: Path) -> str | None:

@@ -21,14 +21,6 @@ from blake3 import blake3
 
 from sojourn.errors import HostUnfit, IntegrityError
 
-try:
-    from pyfastcdc.cy import FastCDC
-except ImportError as error:  # pragma: no cover - an installation without the compiled module
-    raise HostUnfit(
-        "pyfastcdc is installed without its compiled module (pyfastcdc.cy).",
-        next_step="Install a binary wheel of pyfastcdc for this Python and platform.",
-    ) from error
-
 SMALL_FILE = 1 << 20  # a file up to this size is one chunk
 MINIMUM, AVERAGE, LARGEST = 256 << 10, 1 << 20, 4 << 20
 WINDOW = 16 << 20
@@ -48,6 +40,15 @@ class Cutter:
     """
 
     def __init__(self, seed: int) -> None:
+        """Raises HostUnfit where the library came without its compiled module."""
+        try:
+            # Loaded here, because checks and restores, which never cut, take a while to start.
+            from pyfastcdc.cy import FastCDC
+        except ImportError as error:  # pragma: no cover
+            raise HostUnfit(
+                "pyfastcdc is installed without its compiled module (pyfastcdc.cy).",
+                next_step="Install a binary wheel of pyfastcdc for this Python and platform.",
+            ) from error
         self._chunker = FastCDC(
             AVERAGE,
             min_size=MINIMUM,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,15 +24,14 @@ from sojourn.errors import (
 )
 from sojourn.model import SessionState
 from sojourn.model.snapshots import MemoryRef, Snapshot
-from sojourn.repository import config
 from sojourn.repository.backends.base import Backend, ObjectInfo
-from sojourn.repository.backends.opening import open_backend
 from sojourn.repository.config import Config
 from sojourn.repository.damages import read_damages
 from sojourn.repository.domains import Domain
 from sojourn.repository.images_in import read_image, restore_image
 from sojourn.repository.keys import Keyring
 from sojourn.repository.layers_in import restore_layer
+from sojourn.repository.opened import OpenedRepository
 from sojourn.repository.pushes import Copies, Push
 from sojourn.repository.reliance import Watch
 from sojourn.repository.session_records import (
@@ -55,63 +54,14 @@ TENANTS = "tenants"
 _TRIES = 10
 
 
-class Repository:
-    """An opened repository. Methods may be called from many threads."""
+class Repository(OpenedRepository):
+    """An opened repository that snapshots go into and come back from. Methods may be called from
+    many threads."""
 
     def __init__(self, backend: Backend, settings: Config, keyring: Keyring) -> None:
-        self.backend = backend
-        self.config = settings
-        self.keyring = keyring
-        self._domains: dict[str, Domain] = {}
+        super().__init__(backend, settings, keyring)
         self._watches: dict[str, Watch] = {}
         self._pushing = threading.Lock()
-        self._lock = threading.Lock()
-
-    @classmethod
-    def open(
-        cls,
-        url: str,
-        secret: bytes | None = None,
-        *,
-        create: bool = False,
-        options: Mapping[str, str] | None = None,
-        opening: Callable[[Backend], None] | None = None,
-    ) -> Repository:
-        """Open the repository at a URL; with `create` it is made where there is none, and nothing
-        is made otherwise, not even a directory. `opening` is given the backend before anything is
-        asked of it: closing it ends the waiting.
-
-        Raises ObjectMissing (there is none), StoreKeyInvalid, StoreUnreachable, StoreRefused.
-        """
-        backend = open_backend(url, create=create, options=options)
-        if opening is not None:
-            opening(backend)
-        try:
-            if create:
-                settings, keyring = config.create(backend, secret)
-            else:
-                settings, keyring = config.open_existing(backend, secret)
-        except BaseException:
-            backend.close()
-            raise
-        return cls(backend, settings, keyring)
-
-    @property
-    def url(self) -> str:
-        """Where it is, without credentials."""
-        return self.backend.url
-
-    def close(self) -> None:
-        """Let go of the store. Idempotent."""
-        self.backend.close()
-
-    def domain(self, name: str) -> Domain:
-        """One domain: a tenant's, or `SHARED`."""
-        with self._lock:
-            found = self._domains.get(name)
-            if found is None:
-                found = self._domains[name] = Domain(self.backend, self.keyring.domain(name))
-            return found
 
     # -- out --------------------------------------------------------------------------------
 

@@ -14,15 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
 
-from obstore.exceptions import BaseError
-from obstore.store import MemoryStore, S3Store
-
 from sojourn.errors import InvalidRequest, StoreRefused
 from sojourn.repository.backends.base import Backend
 from sojourn.repository.backends.local import LocalBackend
 from sojourn.repository.backends.object_keys import is_key
-from sojourn.repository.backends.objects import ObjectBackend
-from sojourn.repository.backends.retrying import Patience
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
@@ -72,7 +67,7 @@ def open_backend(
     if parts.scheme == "memory":
         if parts.netloc or parts.path:
             raise InvalidRequest("What is in memory has no name: memory:")
-        return ObjectBackend(MemoryStore(), "memory:", local_clock=True)
+        return _open_memory()
     if parts.scheme == "file":
         if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
             raise InvalidRequest("A file URL names an absolute path on this host: file:///DIR.")
@@ -86,7 +81,25 @@ def open_backend(
     raise InvalidRequest(f"No object store is known by {parts.scheme}://; it is {_FORMS}.")
 
 
+# obstore is loaded only where it is used: a directory, the usual store, does without, and its
+# library is as large as all else that a check or restore has to load.
+
+
+def _open_memory() -> Backend:
+    from obstore.store import MemoryStore
+
+    from sojourn.repository.backends.objects import ObjectBackend
+
+    return ObjectBackend(MemoryStore(), "memory:", local_clock=True)
+
+
 def _open_s3(parts: SplitResult, settings: Mapping[str, str]) -> Backend:
+    from obstore.exceptions import BaseError
+    from obstore.store import S3Store
+
+    from sojourn.repository.backends.objects import ObjectBackend
+    from sojourn.repository.backends.retrying import Patience
+
     bucket, prefix = parts.netloc, parts.path.strip("/")
     if not _BUCKET.fullmatch(bucket):
         raise InvalidRequest("The URL names no bucket: s3://BUCKET/PREFIX.")
