@@ -12,6 +12,7 @@ from sojourn.database.base import Database
 from sojourn.database.records import (
     Durability,
     DurableObjects,
+    EffectRecord,
     Event,
     ObjectStore,
     Operation,
@@ -32,6 +33,7 @@ __all__ = [
     "Database",
     "Durability",
     "DurableObjects",
+    "EffectRecord",
     "Event",
     "ObjectStore",
     "Operation",

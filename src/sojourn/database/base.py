@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from sojourn.database.records import (
     Durability,
     DurableObjects,
+    EffectRecord,
     Event,
     ObjectStore,
     Operation,
@@ -26,6 +27,7 @@ from sojourn.database.records import (
     References,
     Removal,
     Role,
+    SecretRecord,
     SessionPage,
     SnapshotRecord,
     Tenant,
@@ -33,6 +35,7 @@ from sojourn.database.records import (
 )
 from sojourn.database.writes import AppendEvent, Write
 from sojourn.errors import ErrorBody
+from sojourn.model.ports import ExposedPort
 from sojourn.model.sessions import Session, SessionState
 
 KEY_LIFETIME = 24 * 3600.0  # seconds an idempotency key is remembered
@@ -208,6 +211,28 @@ class Database(Protocol):
     def follow_events(self, session: str, *, after: int = 0) -> AsyncIterator[Event]:
         """All events from there on, in order, without a gap, waiting for new ones for ever."""
 
+    # -- effects ----------------------------------------------------------------------------
+    async def list_effects(
+        self,
+        session: str,
+        *,
+        all: bool = False,
+        after: tuple[float, str] | None = None,
+        limit: int = 1000,
+    ) -> list[EffectRecord]:
+        """What left a session, oldest first: the lasting ones, or all. `after` is the time and id
+        of the last one of the page before."""
+
+    async def open_effects(self, *, limit: int = 1000) -> list[EffectRecord]:
+        """Those of any session whose end is not recorded, oldest first."""
+
+    async def effects_between(
+        self, base: str, tip: str | None, *, session: str | None = None, limit: int = 1000
+    ) -> tuple[list[EffectRecord], int]:
+        """The lasting ones that happened on the way to snapshot `tip` and not on the way to `base`,
+        with `session` also what it did since its last snapshot: what a change from the one to the
+        other leaves behind. Oldest first, and how many there are in all."""
+
     # -- tenants and tokens -----------------------------------------------------------------
     async def create_tenant(self, name: str, *, id: str | None = None) -> Tenant:
         """A new tenant, or with `id` one that is restored. Raises NameTaken, Conflict when the id
@@ -231,6 +256,29 @@ class Database(Protocol):
         """Takes effect at once; answers whether it was valid before."""
 
     async def list_tokens(self, tenant: str | None = None) -> list[Token]: ...
+
+    # -- secrets and exposed ports ----------------------------------------------------------
+    async def put_secret(self, secret: SecretRecord) -> SecretRecord:
+        """Keep a secret, in place of the tenant's one of that name; as it is kept then."""
+
+    async def list_secrets(self, tenant: str) -> list[SecretRecord]:
+        """A tenant's secrets, by name."""
+
+    async def delete_secret(self, tenant: str, name: str) -> bool:
+        """Answers whether there was one."""
+
+    async def anything_sealed(self) -> bool:
+        """Whether there is a secret or a token of a port, which only their key opens."""
+
+    async def put_port(self, port: ExposedPort) -> ExposedPort:
+        """Expose a port; the one that is there already where it is exposed. Raises
+        SessionNotFound, and Conflict where another exposed port has its `listens_at`."""
+
+    async def list_ports(self, session: str | None = None) -> list[ExposedPort]:
+        """Exposed ports of a session, or all. Those of deleted sessions are gone."""
+
+    async def delete_port(self, session: str, port: int) -> bool:
+        """Answers whether it was exposed."""
 
     # -- identity and retention -------------------------------------------------------------
     async def server_id(self) -> str:

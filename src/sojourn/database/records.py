@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from sojourn.errors import ErrorBody
+from sojourn.model.network import Effect, SecretUse
 from sojourn.model.sessions import Session
 from sojourn.model.snapshots import SnapshotKind
 
@@ -121,6 +122,26 @@ class Event(msgspec.Struct, frozen=True):
     before: str | None
     after: str | None
     operation: str | None
+
+
+class EffectRecord(msgspec.Struct, frozen=True):
+    """A request or connection that left a session, and its place in the tree: `snapshot` was the
+    session's head when it began. `lasting` ones are not taken back by any rollback."""
+
+    effect: Effect
+    snapshot: str | None
+    lasting: bool
+
+
+class SecretRecord(msgspec.Struct, frozen=True):
+    """A secret of a tenant; `value` is sealed, and nothing but the server's key opens it."""
+
+    tenant: str
+    name: str
+    value: bytes
+    uses: list[SecretUse]
+    created_at: float
+    updated_at: float
 
 
 class SessionPage(msgspec.Struct, frozen=True):

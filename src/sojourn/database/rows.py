@@ -19,10 +19,12 @@ from sojourn.database.records import (
     Event,
     Operation,
     Removal,
+    SecretRecord,
     SnapshotRecord,
     Tenant,
     Token,
 )
+from sojourn.model.ports import ExposedPort
 from sojourn.model.sessions import Session
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -48,7 +50,7 @@ def _inner(hint: Any) -> tuple[Any, bool]:
 def _reader(hint: Any) -> Callable[[Any], Any] | None:
     """How a column's value becomes a field's; None when it is the value already."""
     inner, optional = _inner(hint)
-    if inner in (str, int):
+    if inner in (str, int, bytes):
         return None
     if inner is float:
         return _optional(float) if optional else float
@@ -66,7 +68,7 @@ def _optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _writer(hint: Any) -> Callable[[Any], Any] | None:
     inner, _ = _inner(hint)
-    if inner in (str, int, float):
+    if inner in (str, int, float, bytes):
         return None
     if inner is bool:
         return int
@@ -128,6 +130,8 @@ EVENTS = Rows(Event)
 TENANTS = Rows(Tenant)
 TOKENS = Rows(Token)
 REMOVALS = Rows(Removal)
+SECRETS = Rows(SecretRecord)
+PORTS = Rows(ExposedPort)
 
 PLACEHOLDERS = {
     name: rows
@@ -138,6 +142,8 @@ PLACEHOLDERS = {
         ("event", EVENTS),
         ("tenant", TENANTS),
         ("token", TOKENS),
+        ("secret", SECRETS),
+        ("port", PORTS),
     )
 }
 

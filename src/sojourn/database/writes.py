@@ -15,6 +15,7 @@ import msgspec
 
 from sojourn.database.records import SnapshotRecord
 from sojourn.errors import ErrorBody
+from sojourn.model.network import Effect
 from sojourn.model.sessions import Session, SessionState
 
 
@@ -101,6 +102,23 @@ class LinkEvent(msgspec.Struct, frozen=True):
     after: str | None = None
 
 
+class PutEffect(msgspec.Struct, frozen=True):
+    """-> bool: whether there is such a session. Record that something leaves a session, or how it
+    ended; its place in the tree is that of the first time. `lasting` as in EffectRecord."""
+
+    effect: Effect
+    lasting: bool
+
+
+class SettleEffects(msgspec.Struct, frozen=True):
+    """-> None. What the session did until then (seconds since 1970) and is in no snapshot yet comes
+    before `snapshot`, which is committed along; without one it is on no line any more."""
+
+    session: str
+    snapshot: str | None
+    until: float
+
+
 Write = (
     InsertSession
     | UpdateSession
@@ -111,4 +129,6 @@ Write = (
     | FinishOperation
     | AppendEvent
     | LinkEvent
+    | PutEffect
+    | SettleEffects
 )

@@ -6,6 +6,8 @@ import enum
 
 import msgspec
 
+from sojourn.model.network import NetworkPolicy
+
 
 class SessionState(enum.StrEnum):
     """Where a session stands. Everything in between is an operation, never a state."""
@@ -84,6 +86,7 @@ class Session(msgspec.Struct, frozen=True):
     """A session as the database holds it. Times are seconds since 1970 (UTC).
 
     `head` is the newest snapshot on the session's current line; `epoch` grows with each placement.
+    `network` belongs to the session, not to a snapshot: a rollback leaves it as it is.
     `idle_deadline` and `lifetime_deadline` are absolute. `cause` says what broke, in state `failed`
     and after a sandbox was lost.
     """
@@ -109,6 +112,7 @@ class Session(msgspec.Struct, frozen=True):
     cause: str | None
     created_at: float
     updated_at: float
+    network: NetworkPolicy = NetworkPolicy()
 
     @property
     def live(self) -> bool:

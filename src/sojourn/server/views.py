@@ -51,6 +51,7 @@ def session_info(session: Session, operation: str | None = None) -> SessionInfo:
         operation=operation,
         created_at=session.created_at,
         updated_at=session.updated_at,
+        network=session.network,
     )
 
 

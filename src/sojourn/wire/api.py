@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from sojourn.model import Limits, Policy
+from sojourn.model.network import Effect, NetworkPolicy
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,18 +31,20 @@ class CreateSession(Request, frozen=True):
     env: dict[str, str] = {}
     limits: Limits | None = None
     policy: Policy | None = None
+    network: NetworkPolicy | None = None
     driver: str | None = None
     user: str | None = None
     cwd: str | None = None
 
 
 class UpdateSession(Request, frozen=True):
-    """Only the given fields change. `limits` and `policy` replace the whole value."""
+    """Only the given fields change. `limits`, `policy` and `network` replace the whole value."""
 
     name: str | msgspec.UnsetType | None = msgspec.UNSET
     labels: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     limits: Limits | msgspec.UnsetType = msgspec.UNSET
     policy: Policy | msgspec.UnsetType = msgspec.UNSET
+    network: NetworkPolicy | msgspec.UnsetType = msgspec.UNSET
 
 
 class KeepAlive(Request, frozen=True):
@@ -64,19 +67,23 @@ class SuspendRequest(Request, frozen=True):
 
 
 class RollbackRequest(Request, frozen=True):
-    """`snapshot` is an id or a label of the session's tree."""
+    """`snapshot` is an id or a label of the session's tree. `force` goes through although the
+    session's network policy refuses to leave requests behind that cannot be taken back."""
 
     snapshot: str
+    force: bool = False
 
 
 class ForkRequest(Request, frozen=True):
-    """`snapshot` None forks from now; the children are named `names` when given."""
+    """`snapshot` None forks from now; the children are named `names` when given. `force` as in a
+    rollback."""
 
     n: int = 1
     snapshot: str | None = None
     names: list[str] | None = None
     labels: dict[str, str] = {}
     start: bool = True
+    force: bool = False
 
 
 class PromoteRequest(Request, frozen=True):
@@ -105,6 +112,7 @@ class SessionInfo(msgspec.Struct, frozen=True):
     operation: str | None
     created_at: float
     updated_at: float
+    network: NetworkPolicy = NetworkPolicy()
 
 
 class SessionPage(msgspec.Struct, frozen=True):
@@ -163,14 +171,31 @@ class ChangeInfo(msgspec.Struct, frozen=True):
     path_bytes: bytes | None = None
 
 
+class EffectInfo(Effect, frozen=True):
+    """A request or connection that left a session. `snapshot` was the session's head when it began;
+    `lasting` ones are not taken back by a rollback (all but reading ones)."""
+
+    snapshot: str | None = None
+    lasting: bool = True
+
+
+class EffectsLeft(msgspec.Struct, frozen=True):
+    """The lasting effects between two states: how many, and the first thousand, oldest first."""
+
+    count: int
+    effects: list[EffectInfo]
+
+
 class DiffInfo(msgspec.Struct, frozen=True):
-    """Differences from snapshot `a` to `b`; `text` holds unified diffs by path where asked for."""
+    """Differences from snapshot `a` to `b`; `text` holds unified diffs by path where asked for.
+    `effects` are the lasting ones that happened on the way from the one to the other."""
 
     a: str
     b: str
     changes: list[ChangeInfo]
     text: dict[str, str | None] = {}
     truncated: bool = False
+    effects: EffectsLeft | None = None
 
 
 class FaultInfo(msgspec.Struct, frozen=True):
@@ -199,7 +224,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
 class OperationInfo(msgspec.Struct, frozen=True):
     """A verb under way or done. `state` is pending, running, succeeded or failed. `result` of one
     that succeeded is a SnapshotInfo for snapshot, a list of SessionInfo for fork, null for delete
-    and a SessionInfo for every other verb. `error` of one that failed is an ErrorBody."""
+    and a SessionInfo for every other verb. `error` of one that failed is an ErrorBody. `effects` of
+    a rollback, promotion or fork are those that it leaves behind and that cannot be taken back."""
 
     id: str
     session: str
@@ -210,6 +236,7 @@ class OperationInfo(msgspec.Struct, frozen=True):
     finished_at: float | None
     result: Any = None
     error: dict[str, Any] | None = None
+    effects: EffectsLeft | None = None
 
 
 class EventInfo(msgspec.Struct, frozen=True):

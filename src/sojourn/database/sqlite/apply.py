@@ -277,6 +277,33 @@ def link_event(connection: sqlite3.Connection, item: writes.LinkEvent) -> None:
         raise NotFound(f"session {item.session} has no event {item.sequence}")
 
 
+# -- effects --------------------------------------------------------------------------------
+
+
+def put_effect(connection: sqlite3.Connection, item: writes.PutEffect) -> bool:
+    effect = item.effect
+    rows = run(
+        connection,
+        "put_effect",
+        {
+            "id": effect.id,
+            "session": effect.session,
+            "began_at": effect.began_at,
+            "outcome": effect.outcome,
+            "lasting": int(item.lasting),
+            "effect": encode_json(effect),
+        },
+    )
+    return bool(rows)
+
+
+def settle_effects(connection: sqlite3.Connection, item: writes.SettleEffects) -> None:
+    parameters = {"session": item.session, "until": item.until}
+    if item.snapshot is not None:
+        run(connection, "link_effects", parameters | {"snapshot": item.snapshot})
+    run(connection, "settle_effects", parameters)
+
+
 _PERFORM: dict[type, Callable[[sqlite3.Connection, Any], Any]] = {
     writes.InsertSession: insert_session,
     writes.UpdateSession: update_session,
@@ -287,4 +314,6 @@ _PERFORM: dict[type, Callable[[sqlite3.Connection, Any], Any]] = {
     writes.FinishOperation: finish_operation,
     writes.AppendEvent: append_event,
     writes.LinkEvent: link_event,
+    writes.PutEffect: put_effect,
+    writes.SettleEffects: settle_effects,
 }

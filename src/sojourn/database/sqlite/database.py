@@ -42,8 +42,10 @@ from sojourn.database.sqlite.accounts import Accounts
 from sojourn.database.sqlite.apply import QUERIES, apply
 from sojourn.database.sqlite.begin import Beginning, begin
 from sojourn.database.sqlite.durability import DurabilityRows
+from sojourn.database.sqlite.effects import EffectRows
 from sojourn.database.sqlite.failures import closed, translate
 from sojourn.database.sqlite.reader import Reader
+from sojourn.database.sqlite.secrets import SecretRows
 from sojourn.database.sqlite.writer import Writer
 from sojourn.errors import (
     ErrorBody,
@@ -62,7 +64,7 @@ _POLL = 5.0  # seconds; only another process's events come without a notice
 _PAGE = 1000
 
 
-class SqliteDatabase(Accounts, DurabilityRows):
+class SqliteDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
     """See `sojourn.database.base.Database`."""
 
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop, writer: Writer) -> None:
