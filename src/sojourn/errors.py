@@ -16,6 +16,8 @@ that names the cause, and the next step. Codes never change meaning, so programs
     │   ├── ProcessNotFound              process_not_found      404
     │   ├── OperationNotFound            operation_not_found    404
     │   ├── ObjectMissing                object_missing         404
+    │   ├── SecretNotFound               secret_not_found       404
+    │   ├── PortNotFound                 port_not_found         404
     │   └── FileMissing                  file_not_found         404
     ├── Conflict                         conflict               409
     │   ├── NameTaken                    name_taken             409
@@ -41,6 +43,8 @@ that names the cause, and the next step. Codes never change meaning, so programs
     ├── HostUnfit                        host_unfit             500
     ├── StoreRefused                     store_refused          502
     ├── StoreKeyInvalid                  store_key_invalid      500
+    ├── SecretsKeyInvalid                secrets_key_invalid    500
+    ├── PortSilent                       port_silent            504
     └── Unreachable                      unreachable            503
         └── StoreUnreachable             store_unreachable      503
 
@@ -174,6 +178,20 @@ class FileMissing(NotFound):
 
     code = "file_not_found"
     default_next_step = "Check the path inside the session."
+
+
+class SecretNotFound(NotFound):
+    """The tenant has no secret of this name."""
+
+    code = "secret_not_found"
+    default_next_step = "`sojourn secret ls` lists the secrets; `sojourn secret set` makes one."
+
+
+class PortNotFound(NotFound):
+    """The session does not expose this port, or whoever asks may not know."""
+
+    code = "port_not_found"
+    default_next_step = "`sojourn port ls SESSION` lists the exposed ports and their addresses."
 
 
 class Conflict(SojournError):
@@ -343,6 +361,20 @@ class StoreKeyInvalid(SojournError):
 
     code, status, exit_code = "store_key_invalid", 500, 120
     default_next_step = "Give the key it was made with (SOJOURN_STORE_KEY_FILE)."
+
+
+class SecretsKeyInvalid(SojournError):
+    """What is sealed cannot be opened: with another key than the server's, or it is damaged."""
+
+    code, status, exit_code = "secrets_key_invalid", 500, 121
+    default_next_step = "Give the server the key back (SOJOURN_SECRETS_KEY_FILE), or set it again."
+
+
+class PortSilent(SojournError):
+    """Nothing inside the session answers at an exposed port in time."""
+
+    code, status, exit_code = "port_silent", 504, 122
+    default_next_step = "Start a program that listens on the port inside the session."
 
 
 class Unreachable(SojournError):

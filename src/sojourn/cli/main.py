@@ -1,7 +1,7 @@
 """The `sojourn` command: one group, whose subcommands are loaded only when they are used.
 
 Guarantee: every failure ends with one line that names the cause, the next step, and an exit code
-of its own (100 to 120, as `sojourn.errors` gives them), never with an exit code that a command
+of its own (100 to 122, as `sojourn.errors` gives them), never with an exit code that a command
 run inside a session could have given by itself. With `--json` the failure is the JSON error body
 on standard error. Start-up imports little more than click, so that `sojourn exec` stays quick.
 """
