@@ -19,7 +19,7 @@ def announced(server: ServerProcess) -> str:
 
 
 def test_a_store_in_the_data_directory_is_told(tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path / "data", store="")
+    server = ServerProcess(tmp_path / "data", store="", whole=True)
     objects = server.start().status().objects
     try:
         assert objects is not None and objects.in_data
@@ -32,7 +32,7 @@ def test_a_store_in_the_data_directory_is_told(tmp_path: Path) -> None:
 
 
 def test_an_encrypted_store_elsewhere_is_told(tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path / "data", store=(tmp_path / "objects").as_uri())
+    server = ServerProcess(tmp_path / "data", store=(tmp_path / "objects").as_uri(), whole=True)
     secret = {"SOJOURN_STORE_KEY": "a secret of this test alone"}
     objects = server.start(**secret).status().objects
     try:
@@ -44,7 +44,9 @@ def test_an_encrypted_store_elsewhere_is_told(tmp_path: Path) -> None:
 
 
 def test_a_credential_in_the_url_is_not_repeated(tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path / "data", store="s3://someone:very-secret@bucket/prefix")
+    server = ServerProcess(
+        tmp_path / "data", store="s3://someone:very-secret@bucket/prefix", whole=True
+    )
     with pytest.raises(RuntimeError, match=InvalidRequest.code):
         server.start()
     assert "very-secret" not in server.log()

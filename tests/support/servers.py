@@ -11,20 +11,23 @@ from pathlib import Path
 
 from sojourn.client import Sojourn
 from sojourn.node.isolation import processes
+from support import prefork
 
 UP = (sys.executable, "-m", "sojourn.cli.main", "up")
 
 
 class ServerProcess:
     """Starts, kills and stops `sojourn up` on one data directory. Without `store` there is no
-    object store, which most tests have no use for and every fresh one would get the template."""
+    object store, which most tests have no use for and every fresh one would get the template.
+    It is forked from a process that has loaded it (see `prefork`) unless `whole`: the command."""
 
-    def __init__(self, data: Path, store: str = "none") -> None:
+    def __init__(self, data: Path, store: str = "none", *, whole: bool = False) -> None:
         self.data = data
         self.store = store
         self.url = ""
+        self._whole = whole
         self._log = data.parent / f"{data.name}.log"
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[str] | prefork.Forked | None = None
 
     @property
     def pid(self) -> int:
@@ -40,15 +43,20 @@ class ServerProcess:
 
     def start(self, **environment: str) -> Sojourn:
         """Start; raises with the log when it does not become ready."""
+        place = ["--data", str(self.data), "--listen", "127.0.0.1:0"]
+        variables = os.environ | {"SOJOURN_STORE": self.store} | environment
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*UP, "--data", str(self.data), "--listen", "127.0.0.1:0"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=os.environ | {"SOJOURN_STORE": self.store} | environment,
-            )
+            if self._whole:
+                self._process = subprocess.Popen(
+                    [*UP, *place],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env=variables,
+                )
+            else:
+                self._process = prefork.parent.start(["up", *place], variables, log.fileno())
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.startswith("ready "):
