@@ -141,7 +141,7 @@ def test_followers_get_everything_once_and_in_order(database: Harness) -> None:
 def test_followers_are_woken_by_events_of_a_commit_and_ended_by_closing(
     database: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sojourn.database.sqlite.database._POLL", 600.0)  # only a notice wakes
+    monkeypatch.setattr("sojourn.database.sql_database._POLL", 600.0)  # only a notice wakes
 
     async def scenario(db: Database) -> None:
         session = await insert_session(db, make_session())

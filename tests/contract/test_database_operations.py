@@ -221,7 +221,7 @@ def test_a_refused_beginning_leaves_no_trace_of_its_key(database: Harness) -> No
 def test_a_key_is_forgotten_after_a_day_unless_its_operation_goes_on(
     database: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sojourn.database.sqlite.begin as beginning
+    import sojourn.database.begin as beginning
 
     class Clock:
         ahead = 0.0

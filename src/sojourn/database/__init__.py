@@ -26,7 +26,7 @@ from sojourn.database.records import (
     Tenant,
     Token,
 )
-from sojourn.database.sqlite.database import SqliteDatabase
+from sojourn.database.sqlite.database import open_sqlite
 from sojourn.errors import Unsupported
 
 __all__ = [
@@ -61,4 +61,4 @@ async def open_database(location: str | Path) -> Database:
             f"databases of kind {kind} are not supported",
             next_step="Give a path or sqlite:///path.",
         )
-    return await SqliteDatabase.open(Path(text))
+    return await open_sqlite(Path(text))

@@ -15,14 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sojourn.database.sqlite.apply import run
+from sojourn.database.engine import Parameters, Statements
 from sojourn.database.sqlite.failures import closed, translate
 from sojourn.database.sqlite.migrate import connect
+from sojourn.database.sqlite.statements import SqliteStatements
 
 T = TypeVar("T")
 
 
-class Reader:
+class SqliteReader:
     """Two read-only connections: one for the loop, one for the thread."""
 
     def __init__(self, path: Path) -> None:
@@ -36,28 +37,32 @@ class Reader:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "sojourn-database-reader")
         self._closed = False
 
-    def lookup(self, query: str, parameters: dict[str, Any]) -> list[Any]:
+    async def lookup(self, query: str, parameters: Parameters) -> list[Any]:
         """Rows of a named query that finds at most a few by key; blocks for microseconds."""
         if self._closed:
             raise closed(self._path)
         try:
-            return run(self._near, query, parameters)
+            return SqliteStatements(self._near).run(query, parameters)
         except sqlite3.Error as error:
             raise translate(error, self._path) from error
 
-    async def select(self, query: str, parameters: dict[str, Any]) -> list[Any]:
+    async def select(self, query: str, parameters: Parameters) -> list[Any]:
         """Rows of a named query, read in the thread."""
-        return await self.call(lambda connection: run(connection, query, parameters))
+        return await self.call(lambda statements: statements.run(query, parameters))
 
-    async def call(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run some reading work in the thread."""
+    async def call(self, work: Callable[[Statements], T]) -> T:
+        """Run some reading work in the thread, in one transaction."""
         if self._closed:
             raise closed(self._path)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._guard, work)
 
-    def _guard(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    def _guard(self, work: Callable[[Statements], T]) -> T:
         try:
-            return work(self._far)
+            self._far.execute("BEGIN")
+            try:
+                return work(SqliteStatements(self._far))
+            finally:
+                self._far.execute("COMMIT")
         except sqlite3.Error as error:
             raise translate(error, self._path) from error
 

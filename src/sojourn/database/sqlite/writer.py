@@ -18,15 +18,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sojourn.database.engine import NOTHING, Duplicate, Statements, Touched
 from sojourn.database.sqlite.failures import busy, closed, translate
 from sojourn.database.sqlite.migrate import open_file
 from sojourn.database.sqlite.reserve import Reserve
-from sojourn.errors import StorageFull
+from sojourn.database.sqlite.statements import SqliteStatements
+from sojourn.errors import Conflict, StorageFull
 
 _log = logging.getLogger(__name__)
 _BATCH = 64
 
-Work = Callable[[sqlite3.Connection], Any]
+Work = Callable[[Statements], Any]
 _Outcome = tuple[Any, BaseException | None]
 
 
@@ -48,7 +50,7 @@ class _Job:
         self.then = then
 
 
-class Writer:
+class SqliteWriter:
     """Takes jobs from one event loop."""
 
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
@@ -71,12 +73,11 @@ class Writer:
         work: Work,
         *,
         durable: bool,
+        touches: Touched = NOTHING,
         urgent: bool = False,
         then: Callable[[Any], None] | None = None,
     ) -> asyncio.Future[Any]:
-        """Queue a job. `then` is called on the loop with the result once it is committed, even
-        when the one who waited for the future is gone. The job runs even if that is cancelled.
-        An `urgent` one may use the reserve of a full disk."""
+        """See `sojourn.database.engine.Writer`. All are in order here, whatever they touch."""
         future: asyncio.Future[Any] = self._loop.create_future()
         if self._closing:
             future.set_exception(closed(self._path))
@@ -158,13 +159,15 @@ class Writer:
         connection = self._connection
         connection.execute("SAVEPOINT job")
         try:
-            result = job.work(connection)
+            result = job.work(SqliteStatements(connection))
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the job's caller
             if connection.in_transaction:
                 connection.execute("ROLLBACK TO job")
                 connection.execute("RELEASE job")
             if isinstance(error, sqlite3.Error):
                 return None, translate(error, self._path)
+            if isinstance(error, Duplicate):
+                return None, Conflict(f"the database refused the change: {error}")
             return None, error
         connection.execute("RELEASE job")
         return result, None

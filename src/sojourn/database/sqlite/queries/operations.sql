@@ -4,6 +4,9 @@ INSERT INTO operations ({operation}) VALUES ({:operation});
 -- name: operation_row
 SELECT {operation} FROM operations WHERE id = :id;
 
+-- name: operation_to_step
+SELECT {operation} FROM operations WHERE id = :id;
+
 -- name: find_operation
 SELECT {operation} FROM operations WHERE id = :id AND (:tenant IS NULL OR tenant = :tenant);
 

@@ -27,7 +27,7 @@ LIMIT 1;
 UPDATE snapshots SET parent = (SELECT parent FROM snapshots WHERE id = :id) WHERE parent = :id;
 
 -- name: delete_snapshot
-DELETE FROM snapshots WHERE id = :id;
+DELETE FROM snapshots WHERE id = :id RETURNING id;
 
 -- name: removable_snapshots
 -- The last condition keeps the newest durable one before a head that is not durable yet: without

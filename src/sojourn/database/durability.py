@@ -7,11 +7,11 @@ write it down in the transaction that removes.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Collection
 
 import msgspec
 
+from sojourn.database.engine import Reader, Statements, Touched, Writer
 from sojourn.database.records import (
     Durability,
     DurableObjects,
@@ -20,47 +20,40 @@ from sojourn.database.records import (
     SnapshotRecord,
 )
 from sojourn.database.rows import REMOVALS, SNAPSHOTS, decode_names, encode_json, parents_first
-from sojourn.database.sqlite.apply import QUERIES, run
-from sojourn.database.sqlite.reader import Reader
-from sojourn.database.sqlite.writer import Writer
 from sojourn.errors import SessionNotFound
 
 _STORE = "object_store"
 
 
 class DurabilityRows:
-    """A part of `SqliteDatabase`."""
+    """A part of `SqlDatabase`."""
 
     _reader: Reader
     _writer: Writer
 
     async def object_store(self) -> ObjectStore | None:
-        rows = self._reader.lookup("get_setting", {"key": _STORE})
+        rows = await self._reader.lookup("get_setting", {"key": _STORE})
         return msgspec.json.decode(rows[0][0], type=ObjectStore) if rows else None
 
     async def use_object_store(self, store: ObjectStore) -> bool:
-        def work(connection: sqlite3.Connection) -> bool:
-            rows = run(connection, "get_setting", {"key": _STORE})
+        def work(statements: Statements) -> bool:
+            rows = statements.run("get_setting", {"key": _STORE})
             before = msgspec.json.decode(rows[0][0], type=ObjectStore) if rows else None
-            run(connection, "set_setting", {"key": _STORE, "value": encode_json(store)})
+            statements.run("set_setting", {"key": _STORE, "value": encode_json(store)})
             if before is not None and before.repository == store.repository:
                 return False
             for query in ("forget_durable", "forget_records", "forget_all_removals"):
-                run(connection, query)
+                statements.run(query)
             return True
 
         return bool(await self._writer.submit(work, durable=True))
 
     async def undurable_snapshots(self, *, limit: int = 100) -> list[SnapshotRecord]:
-        def work(connection: sqlite3.Connection) -> list[SnapshotRecord]:
+        def work(statements: Statements) -> list[SnapshotRecord]:
             # One transaction: a head that moves between the two would be in both or in none.
-            connection.execute("BEGIN")
-            try:
-                heads = run(connection, "undurable_heads", {"limit": limit})
-                rest = limit - len(heads)
-                others = run(connection, "undurable_others", {"limit": rest}) if rest else []
-            finally:
-                connection.execute("COMMIT")
+            heads = statements.run("undurable_heads", {"limit": limit})
+            rest = limit - len(heads)
+            others = statements.run("undurable_others", {"limit": rest}) if rest else []
             return [
                 record
                 for rows in (heads, others)
@@ -72,10 +65,11 @@ class DurabilityRows:
     async def mark_durable(self, id: str, *, fingerprint: str, at: float) -> bool:
         parameters = {"id": id, "fingerprint": fingerprint, "at": at}
 
-        def work(connection: sqlite3.Connection) -> bool:
-            return bool(run(connection, "mark_durable", parameters))
+        def work(statements: Statements) -> bool:
+            return bool(statements.run("mark_durable", parameters))
 
-        return bool(await self._writer.submit(work, durable=False))
+        touches = Touched(snapshots=frozenset([id]))
+        return bool(await self._writer.submit(work, durable=False, touches=touches))
 
     async def store_removals(self, *, limit: int = 1000) -> list[Removal]:
         rows = await self._reader.select("store_removals", {"limit": limit})
@@ -84,18 +78,18 @@ class DurabilityRows:
     async def forget_removals(self, ids: Collection[int]) -> None:
         parameters = {"ids": encode_json(list(ids))}
 
-        def work(connection: sqlite3.Connection) -> None:
-            run(connection, "forget_removals", parameters)
+        def work(statements: Statements) -> None:
+            statements.run("forget_removals", parameters)
 
         # It shrinks the database, so it may use a full disk's reserve.
         await self._writer.submit(work, durable=False, urgent=True)
 
     async def durable_objects(self) -> DurableObjects:
-        def work(connection: sqlite3.Connection) -> DurableObjects:
+        def work(statements: Statements) -> DurableObjects:
             templates: set[str] = set()
             layers: dict[str, set[str]] = {}  # by tenant: most layers are named by many rows
             images: dict[str, set[str]] = {}
-            for text, image, tenant in connection.execute(QUERIES["durable_objects"]):
+            for text, image, tenant in statements.stream("durable_objects"):
                 names = decode_names(text)
                 templates.update(names[:1])
                 layers.setdefault(tenant, set()).update(names[1:])
@@ -106,12 +100,12 @@ class DurabilityRows:
         return await self._reader.call(work)
 
     async def record_digest(self, session: str) -> str | None:
-        rows = self._reader.lookup("record_digest", {"session": session})
+        rows = await self._reader.lookup("record_digest", {"session": session})
         return str(rows[0][0]) if rows else None
 
     async def note_record(self, session: str, digest: str) -> None:
-        def work(connection: sqlite3.Connection) -> None:
-            if not run(connection, "note_record", {"session": session, "digest": digest}):
+        def work(statements: Statements) -> None:
+            if not statements.run("note_record", {"session": session, "digest": digest}):
                 raise SessionNotFound(f"session {session} does not exist", session=session)
 
         await self._writer.submit(work, durable=False)

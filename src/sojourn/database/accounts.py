@@ -9,20 +9,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import sqlite3
 import time
 
+from sojourn.database.engine import Duplicate, Reader, Statements, Writer
 from sojourn.database.records import Role, Tenant, Token
 from sojourn.database.rows import TENANTS, TOKENS
-from sojourn.database.sqlite.apply import run
-from sojourn.database.sqlite.reader import Reader
-from sojourn.database.sqlite.writer import Writer
 from sojourn.errors import Conflict, InvalidRequest, NameTaken, NotFound, Unauthenticated
 from sojourn.model.ids import new_id
 
 
 class Accounts:
-    """A part of `SqliteDatabase`."""
+    """A part of `SqlDatabase`."""
 
     _reader: Reader
     _writer: Writer
@@ -31,11 +28,11 @@ class Accounts:
     async def create_tenant(self, name: str, *, id: str | None = None) -> Tenant:
         tenant = Tenant(id or new_id("ten"), name, time.time())
 
-        def work(connection: sqlite3.Connection) -> None:
+        def work(statements: Statements) -> None:
             try:
-                run(connection, "insert_tenant", TENANTS.write(tenant))
-            except sqlite3.IntegrityError as error:
-                if "tenants.id" in str(error):
+                statements.run("insert_tenant", TENANTS.write(tenant))
+            except Duplicate as error:
+                if error.column == "tenants.id":
                     raise Conflict(f"tenant {id} exists already", tenant=id) from error
                 raise NameTaken(f"another tenant is named {name!r}", name=name) from error
 
@@ -43,7 +40,7 @@ class Accounts:
         return tenant
 
     async def get_tenant(self, id_or_name: str) -> Tenant:
-        rows = self._reader.lookup("find_tenant", {"key": id_or_name})
+        rows = await self._reader.lookup("find_tenant", {"key": id_or_name})
         if not rows:
             raise NotFound(f"tenant {id_or_name!r} does not exist")
         return TENANTS.read(rows[0])
@@ -61,29 +58,29 @@ class Accounts:
         token = Token(new_id("tok"), tenant, role, label, time.time())
         parameters = {**TOKENS.write(token), "hash": _hash(secret)}
 
-        def work(connection: sqlite3.Connection) -> None:
-            if not run(connection, "find_tenant", {"key": tenant}):
+        def work(statements: Statements) -> None:
+            if not statements.run("find_tenant", {"key": tenant}):
                 raise NotFound(f"tenant {tenant!r} does not exist")
-            run(connection, "insert_token", parameters)
+            statements.run("insert_token", parameters)
 
         await self._writer.submit(work, durable=True)
         return token, secret
 
     async def verify_token(self, secret: str) -> Token:
         digest = _hash(secret)
-        rows = self._reader.lookup("token_by_hash", {"hash": digest})
+        rows = await self._reader.lookup("token_by_hash", {"hash": digest})
         if rows:
             token = TOKENS.read(rows[0])
             # The index compares hashes of what was sent, which tells nothing of the secret; this
             # second comparison keeps it so whatever the index does.
-            stored = self._reader.lookup("stored_hash", {"id": token.id})
+            stored = await self._reader.lookup("stored_hash", {"id": token.id})
             if stored and hmac.compare_digest(stored[0][0], digest) and token.revoked_at is None:
                 return token
         raise Unauthenticated("the token is unknown or revoked")
 
     async def revoke_token(self, id: str) -> bool:
-        def work(connection: sqlite3.Connection) -> bool:
-            return bool(run(connection, "revoke_token", {"id": id, "now": time.time()}))
+        def work(statements: Statements) -> bool:
+            return bool(statements.run("revoke_token", {"id": id, "now": time.time()}))
 
         return bool(await self._writer.submit(work, durable=True))
 
@@ -93,13 +90,13 @@ class Accounts:
 
     # -- identity ---------------------------------------------------------------------------
     async def server_id(self) -> str:
-        found = self._reader.lookup("get_setting", {"key": "server_id"})
+        found = await self._reader.lookup("get_setting", {"key": "server_id"})
         if found:
             return str(found[0][0])
 
-        def work(connection: sqlite3.Connection) -> str:
-            run(connection, "set_setting_once", {"key": "server_id", "value": new_id("srv")})
-            return str(run(connection, "get_setting", {"key": "server_id"})[0][0])
+        def work(statements: Statements) -> str:
+            statements.run("set_setting_once", {"key": "server_id", "value": new_id("srv")})
+            return str(statements.run("get_setting", {"key": "server_id"})[0][0])
 
         return str(await self._writer.submit(work, durable=True))
 

@@ -1,23 +1,23 @@
 """Beginning an operation: the same request with the same key happens once.
 
-Guarantee: everything here runs in one transaction of the single writer, so of many callers with
-one key exactly one gets a new operation, and of many callers that want a session for themselves
-exactly one gets it.
+Guarantee: everything here runs in one transaction that either nothing runs beside, or that unique
+indexes make begin anew when another one was first; so of many callers with one key exactly one gets
+a new operation, and of many callers that want a session for themselves exactly one gets it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 import time
 from typing import Any
 
 import msgspec
 
+from sojourn.database.apply import apply
 from sojourn.database.base import KEY_LIFETIME
+from sojourn.database.engine import Statements
 from sojourn.database.records import Operation, OperationState
 from sojourn.database.rows import OPERATIONS, encode_json
-from sojourn.database.sqlite.apply import apply, run
 from sojourn.database.writes import FinishOperation, Write
 from sojourn.errors import (
     IdempotencyMismatch,
@@ -49,18 +49,18 @@ class Beginning(msgspec.Struct, frozen=True):
         return hashlib.sha256(encode_json([self.verb, subject, self.request]).encode()).hexdigest()
 
 
-def begin(connection: sqlite3.Connection, asked: Beginning) -> tuple[Operation, bool]:
+def begin(statements: Statements, asked: Beginning) -> tuple[Operation, bool]:
     """The operation and whether it is new; see `Database.begin`."""
     now = time.time()
     digest = asked.digest()
     if asked.key is not None:
-        known = _known(connection, asked.tenant, asked.key, digest, now)
+        known = _known(statements, asked.tenant, asked.key, digest, now)
         if known is not None:
             return known, False
     if asked.exclusive:
-        _take_session(connection, asked)
-    apply(connection, asked.also)
-    if not run(connection, "session_row", {"id": asked.session}):
+        _take_session(statements, asked)
+    apply(statements, asked.also)
+    if not statements.run("session_row", {"id": asked.session}):
         raise SessionNotFound(f"session {asked.session} does not exist", session=asked.session)
     operation = Operation(
         id=asked.id,
@@ -82,10 +82,9 @@ def begin(connection: sqlite3.Connection, asked: Beginning) -> tuple[Operation, 
         updated_at=now,
         finished_at=None,
     )
-    run(connection, "insert_operation", OPERATIONS.write(operation))
+    statements.run("insert_operation", OPERATIONS.write(operation))
     if asked.key is not None:
-        run(
-            connection,
+        statements.run(
             "insert_key",
             {
                 "tenant": asked.tenant,
@@ -99,15 +98,18 @@ def begin(connection: sqlite3.Connection, asked: Beginning) -> tuple[Operation, 
 
 
 def _known(
-    connection: sqlite3.Connection, tenant: str, key: str, digest: str, now: float
+    statements: Statements, tenant: str, key: str, digest: str, now: float
 ) -> Operation | None:
-    rows = run(connection, "find_key", {"tenant": tenant, "key": key})
+    rows = statements.run("find_key", {"tenant": tenant, "key": key})
     if not rows:
         return None
     stored, id, expires_at = rows[0]
-    operation = OPERATIONS.read(run(connection, "operation_row", {"id": id})[0])
+    found = statements.run("operation_row", {"id": id})
+    if not found:
+        return None  # it was dropped, with its key, since the key was read
+    operation = OPERATIONS.read(found[0])
     if expires_at <= now and operation.finished:
-        run(connection, "delete_key", {"tenant": tenant, "key": key})
+        statements.run("delete_key", {"tenant": tenant, "key": key})
         return None
     if stored != digest:
         raise IdempotencyMismatch(
@@ -118,8 +120,8 @@ def _known(
     return operation
 
 
-def _take_session(connection: sqlite3.Connection, asked: Beginning) -> None:
-    rows = run(connection, "exclusive_operation", {"session": asked.session})
+def _take_session(statements: Statements, asked: Beginning) -> None:
+    rows = statements.run("exclusive_operation", {"session": asked.session})
     if not rows:
         return
     holder = OPERATIONS.read(rows[0])
@@ -137,4 +139,4 @@ def _take_session(connection: sqlite3.Connection, asked: Beginning) -> None:
         operation=holder.id,
         superseded_by=asked.id,
     )
-    apply(connection, [FinishOperation(holder.id, error=to_body(error))])
+    apply(statements, [FinishOperation(holder.id, error=to_body(error))])

@@ -11,15 +11,15 @@ from typing import Any
 
 import msgspec
 
+from sojourn.database.engine import Reader
 from sojourn.database.records import EffectRecord
-from sojourn.database.sqlite.reader import Reader
 from sojourn.model.network import Effect
 
 _decode = msgspec.json.Decoder(Effect).decode
 
 
 class EffectRows:
-    """A part of `SqliteDatabase`."""
+    """A part of `SqlDatabase`."""
 
     _reader: Reader
 

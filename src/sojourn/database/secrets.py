@@ -6,38 +6,33 @@ the same time, and never one of a session that is deleted.
 
 from __future__ import annotations
 
-import sqlite3
-
+from sojourn.database.engine import Reader, Statements, Writer, touched
 from sojourn.database.records import SecretRecord
 from sojourn.database.rows import PORTS, SECRETS
-from sojourn.database.sqlite.apply import run
-from sojourn.database.sqlite.reader import Reader
-from sojourn.database.sqlite.writer import Writer
 from sojourn.errors import Conflict, SessionNotFound
 from sojourn.model.ports import ExposedPort
 
 
 class SecretRows:
-    """A part of `SqliteDatabase`."""
+    """A part of `SqlDatabase`."""
 
     _reader: Reader
     _writer: Writer
 
     # -- secrets ----------------------------------------------------------------------------
     async def put_secret(self, secret: SecretRecord) -> SecretRecord:
-        def work(connection: sqlite3.Connection) -> SecretRecord:
-            return SECRETS.read(run(connection, "put_secret", SECRETS.write(secret))[0])
+        def work(statements: Statements) -> SecretRecord:
+            return SECRETS.read(statements.run("put_secret", SECRETS.write(secret))[0])
 
-        stored: SecretRecord = await self._writer.submit(work, durable=True)
-        return stored
+        return await self._writer.submit(work, durable=True)
 
     async def list_secrets(self, tenant: str) -> list[SecretRecord]:
         rows = await self._reader.select("list_secrets", {"tenant": tenant})
         return [SECRETS.read(row) for row in rows]
 
     async def delete_secret(self, tenant: str, name: str) -> bool:
-        def work(connection: sqlite3.Connection) -> bool:
-            return bool(run(connection, "delete_secret", {"tenant": tenant, "name": name}))
+        def work(statements: Statements) -> bool:
+            return bool(statements.run("delete_secret", {"tenant": tenant, "name": name}))
 
         return bool(await self._writer.submit(work, durable=True))
 
@@ -46,18 +41,19 @@ class SecretRows:
 
     # -- exposed ports ----------------------------------------------------------------------
     async def put_port(self, port: ExposedPort) -> ExposedPort:
-        def work(connection: sqlite3.Connection) -> ExposedPort:
-            if not run(connection, "live_session", {"session": port.session}):
+        def work(statements: Statements) -> ExposedPort:
+            if not statements.run("live_session", {"session": port.session}):
                 raise SessionNotFound(f"session {port.session!r} does not exist")
-            rows = run(connection, "insert_port", PORTS.write(port))
+            rows = statements.run("insert_port", PORTS.write(port))
             if not rows:
                 place = {"session": port.session, "port": port.port}
-                rows = run(connection, "find_port", place)
+                rows = statements.run("find_port", place)
             if not rows:
                 raise Conflict(f"port {port.listens_at} of the host is another session's")
             return PORTS.read(rows[0])
 
-        stored: ExposedPort = await self._writer.submit(work, durable=True)
+        touches = touched((), sessions=[port.session])
+        stored = await self._writer.submit(work, durable=True, touches=touches)
         return stored
 
     async def list_ports(self, session: str | None = None) -> list[ExposedPort]:
@@ -65,7 +61,7 @@ class SecretRows:
         return [PORTS.read(row) for row in rows]
 
     async def delete_port(self, session: str, port: int) -> bool:
-        def work(connection: sqlite3.Connection) -> bool:
-            return bool(run(connection, "delete_port", {"session": session, "port": port}))
+        def work(statements: Statements) -> bool:
+            return bool(statements.run("delete_port", {"session": session, "port": port}))
 
         return bool(await self._writer.submit(work, durable=True))

@@ -1,4 +1,4 @@
-"""Each kind of write, performed on a connection inside an open transaction.
+"""Each kind of write, performed inside an open transaction.
 
 Guarantee: a function here either does all of its write or raises and leaves the rest to the
 rollback of its caller; nothing here commits. Violations that callers can cause are looked for
@@ -7,13 +7,12 @@ and raised as typed errors before a constraint of the schema would have to stop 
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from sojourn.database import writes
-from sojourn.database.queries import Queries
+from sojourn.database.engine import Duplicate, Statements
 from sojourn.database.records import Operation, OperationState, SnapshotRecord
 from sojourn.database.rows import OPERATIONS, SESSIONS, SNAPSHOTS, encode_json
 from sojourn.errors import (
@@ -28,8 +27,6 @@ from sojourn.errors import (
     WrongState,
 )
 from sojourn.model.sessions import Session, SessionState
-
-QUERIES = Queries("sojourn.database.sqlite")
 
 _FIXED = {"id", "tenant", "created_at"}
 _SNAPSHOT_CHANGES = {
@@ -47,22 +44,15 @@ _SNAPSHOT_CHANGES = {
 _THINNING = {"image", "has_memory", "fingerprint"}
 
 
-def run(
-    connection: sqlite3.Connection, query: str, parameters: dict[str, Any] | None = None
-) -> list[Any]:
-    """Run a named query and fetch all it gives, so that no read stays open."""
-    return connection.execute(QUERIES[query], parameters or {}).fetchall()
-
-
-def apply(connection: sqlite3.Connection, items: Sequence[writes.Write]) -> list[Any]:
+def apply(statements: Statements, items: Sequence[writes.Write]) -> list[Any]:
     """Perform all in order, then check what they refer to. One result per write."""
-    results = [_PERFORM[type(item)](connection, item) for item in items]
+    results = [_PERFORM[type(item)](statements, item) for item in items]
     for item in items:
-        _check_references(connection, item)
+        _check_references(statements, item)
     return results
 
 
-def _check_references(connection: sqlite3.Connection, item: writes.Write) -> None:
+def _check_references(statements: Statements, item: writes.Write) -> None:
     snapshot: str | None = None
     if isinstance(item, writes.InsertSession):
         snapshot = item.session.head
@@ -70,9 +60,9 @@ def _check_references(connection: sqlite3.Connection, item: writes.Write) -> Non
         snapshot = item.changes.get("head")
     elif isinstance(item, writes.InsertSnapshot):
         snapshot = item.snapshot.parent
-        if not run(connection, "session_row", {"id": item.snapshot.session}):
+        if not statements.run("session_row", {"id": item.snapshot.session}):
             raise SessionNotFound(f"session {item.snapshot.session} does not exist")
-    if snapshot is not None and not run(connection, "snapshot_row", {"id": snapshot}):
+    if snapshot is not None and not statements.run("snapshot_row", {"id": snapshot}):
         raise SnapshotNotFound(f"snapshot {snapshot} does not exist", snapshot=snapshot)
 
 
@@ -83,50 +73,47 @@ def _name_taken(name: str | None) -> NameTaken:
     return NameTaken(f"another session is named {name!r}", name=name)
 
 
-def _is_name_index(error: sqlite3.IntegrityError) -> bool:
-    return "sessions.name" in str(error)
-
-
-def insert_session(connection: sqlite3.Connection, item: writes.InsertSession) -> Session:
+def insert_session(statements: Statements, item: writes.InsertSession) -> Session:
     try:
-        run(connection, "insert_session", SESSIONS.write(item.session))
-    except sqlite3.IntegrityError as error:
-        if _is_name_index(error):
+        statements.run("insert_session", SESSIONS.write(item.session))
+    except Duplicate as error:
+        if error.column == "sessions.name":
             raise _name_taken(item.session.name) from error
-        if "sessions.id" in str(error):
+        if error.column == "sessions.id":
             raise Conflict(f"session {item.session.id} exists already") from error
         raise
     return item.session
 
 
-def update_session(connection: sqlite3.Connection, item: writes.UpdateSession) -> Session:
+def update_session(statements: Statements, item: writes.UpdateSession) -> Session:
     wrong = item.changes.keys() & _FIXED | item.changes.keys() - set(SESSIONS.fields)
     if wrong:
         raise InvalidRequest(f"a session's {', '.join(sorted(wrong))} cannot be changed")
     if item.changes.get("epoch", item.expect_epoch) < item.expect_epoch:
         raise InvalidRequest("the epoch of a session never shrinks")
     changes = {**item.changes, "updated_at": time.time()}
-    statement = QUERIES["update_session"].replace("{assignments}", SESSIONS.assignments(changes))
     parameters = SESSIONS.changes(changes)
     parameters["where_id"] = item.id
     parameters["expect_epoch"] = item.expect_epoch
     parameters["expect_state"] = encode_json([str(state) for state in item.expect_state])
     try:
-        rows = connection.execute(statement, parameters).fetchall()
-    except sqlite3.IntegrityError as error:
-        if _is_name_index(error):
+        rows = statements.run(
+            "update_session", parameters, assignments=SESSIONS.assignments(changes)
+        )
+    except Duplicate as error:
+        if error.column == "sessions.name":
             raise _name_taken(item.changes.get("name")) from error
         raise
     if rows:
         return SESSIONS.read(rows[0])
-    raise _swap_refused(connection, item)
+    raise _swap_refused(statements, item)
 
 
 def _swap_refused(
-    connection: sqlite3.Connection, item: writes.UpdateSession
+    statements: Statements, item: writes.UpdateSession
 ) -> SessionNotFound | StaleEpoch | WrongState:
     """Why the compare-and-swap found nothing; read in the same transaction, so it is true."""
-    rows = run(connection, "session_row", {"id": item.id})
+    rows = statements.run("session_row", {"id": item.id})
     found = SESSIONS.read(rows[0]) if rows else None
     if found is None or found.state is SessionState.DELETED:
         return SessionNotFound(f"session {item.id} does not exist", session=item.id)
@@ -150,16 +137,16 @@ def _swap_refused(
 # -- snapshots ------------------------------------------------------------------------------
 
 
-def insert_snapshot(connection: sqlite3.Connection, item: writes.InsertSnapshot) -> None:
+def insert_snapshot(statements: Statements, item: writes.InsertSnapshot) -> None:
     try:
-        run(connection, "insert_snapshot", SNAPSHOTS.write(item.snapshot))
-    except sqlite3.IntegrityError as error:
-        if "snapshots.id" in str(error):
+        statements.run("insert_snapshot", SNAPSHOTS.write(item.snapshot))
+    except Duplicate as error:
+        if error.column == "snapshots.id":
             raise Conflict(f"snapshot {item.snapshot.id} exists already") from error
         raise
 
 
-def update_snapshot(connection: sqlite3.Connection, item: writes.UpdateSnapshot) -> SnapshotRecord:
+def update_snapshot(statements: Statements, item: writes.UpdateSnapshot) -> SnapshotRecord:
     wrong = item.changes.keys() - _SNAPSHOT_CHANGES
     if wrong or not item.changes:
         raise InvalidRequest(f"a snapshot's {', '.join(sorted(wrong)) or 'nothing'} cannot change")
@@ -167,16 +154,18 @@ def update_snapshot(connection: sqlite3.Connection, item: writes.UpdateSnapshot)
     if changes.keys() & _THINNING:
         # What the object store was given is out of date by the same statement.
         changes = {"durable_at": None, **changes}
-    statement = QUERIES["update_snapshot"].replace("{assignments}", SNAPSHOTS.assignments(changes))
-    parameters = SNAPSHOTS.changes(changes)
-    rows = connection.execute(statement, {**parameters, "where_id": item.id}).fetchall()
+    rows = statements.run(
+        "update_snapshot",
+        {**SNAPSHOTS.changes(changes), "where_id": item.id},
+        assignments=SNAPSHOTS.assignments(changes),
+    )
     if not rows:
         raise SnapshotNotFound(f"snapshot {item.id} does not exist", snapshot=item.id)
     return SNAPSHOTS.read(rows[0])
 
 
-def delete_snapshot(connection: sqlite3.Connection, item: writes.DeleteSnapshot) -> bool:
-    users = run(connection, "snapshot_users", {"id": item.id})
+def delete_snapshot(statements: Statements, item: writes.DeleteSnapshot) -> bool:
+    users = statements.run("snapshot_users", {"id": item.id})
     if users:
         kind, user = users[0]
         raise Conflict(
@@ -185,15 +174,15 @@ def delete_snapshot(connection: sqlite3.Connection, item: writes.DeleteSnapshot)
             snapshot=item.id,
             **{f"needed_by_{kind}": user},
         )
-    run(connection, "pass_children_on", {"id": item.id})
-    return connection.execute(QUERIES["delete_snapshot"], {"id": item.id}).rowcount > 0
+    statements.run("pass_children_on", {"id": item.id})
+    return bool(statements.run("delete_snapshot", {"id": item.id}))
 
 
 # -- operations -----------------------------------------------------------------------------
 
 
-def _not_unfinished(connection: sqlite3.Connection, operation: str) -> Conflict | OperationNotFound:
-    rows = run(connection, "operation_row", {"id": operation})
+def _not_unfinished(statements: Statements, operation: str) -> Conflict | OperationNotFound:
+    rows = statements.run("operation_row", {"id": operation})
     if not rows:
         return OperationNotFound(f"operation {operation} does not exist", operation=operation)
     found = OPERATIONS.read(rows[0])
@@ -205,13 +194,12 @@ def _not_unfinished(connection: sqlite3.Connection, operation: str) -> Conflict 
     )
 
 
-def set_step(connection: sqlite3.Connection, item: writes.SetStep) -> Operation:
-    rows = run(connection, "operation_row", {"id": item.operation})
+def set_step(statements: Statements, item: writes.SetStep) -> Operation:
+    rows = statements.run("operation_to_step", {"id": item.operation})
     if not rows:
-        raise _not_unfinished(connection, item.operation)
+        raise _not_unfinished(statements, item.operation)
     data = {**OPERATIONS.read(rows[0]).data, **item.data}
-    changed = run(
-        connection,
+    changed = statements.run(
         "set_step",
         {
             "id": item.operation,
@@ -221,29 +209,27 @@ def set_step(connection: sqlite3.Connection, item: writes.SetStep) -> Operation:
         },
     )
     if not changed:
-        raise _not_unfinished(connection, item.operation)
+        raise _not_unfinished(statements, item.operation)
     return OPERATIONS.read(changed[0])
 
 
-def finish_operation(connection: sqlite3.Connection, item: writes.FinishOperation) -> Operation:
+def finish_operation(statements: Statements, item: writes.FinishOperation) -> Operation:
     state = OperationState.SUCCEEDED if item.error is None else OperationState.FAILED
     parameters = OPERATIONS.changes({"state": state, "result": item.result, "error": item.error})
-    changed = run(
-        connection,
+    changed = statements.run(
         "finish_operation",
         {"id": item.operation, "now": time.time(), **parameters},
     )
     if not changed:
-        raise _not_unfinished(connection, item.operation)
+        raise _not_unfinished(statements, item.operation)
     return OPERATIONS.read(changed[0])
 
 
 # -- events ---------------------------------------------------------------------------------
 
 
-def append_event(connection: sqlite3.Connection, item: writes.AppendEvent) -> int:
-    rows = run(
-        connection,
+def append_event(statements: Statements, item: writes.AppendEvent) -> int:
+    rows = statements.run(
         "append_event",
         {
             "session": item.session,
@@ -262,9 +248,8 @@ def append_event(connection: sqlite3.Connection, item: writes.AppendEvent) -> in
     return int(rows[0][0])
 
 
-def link_event(connection: sqlite3.Connection, item: writes.LinkEvent) -> None:
-    rows = run(
-        connection,
+def link_event(statements: Statements, item: writes.LinkEvent) -> None:
+    rows = statements.run(
         "link_event",
         {
             "session": item.session,
@@ -280,31 +265,30 @@ def link_event(connection: sqlite3.Connection, item: writes.LinkEvent) -> None:
 # -- effects --------------------------------------------------------------------------------
 
 
-def put_effect(connection: sqlite3.Connection, item: writes.PutEffect) -> bool:
+def put_effect(statements: Statements, item: writes.PutEffect) -> bool:
     effect = item.effect
-    rows = run(
-        connection,
+    rows = statements.run(
         "put_effect",
         {
             "id": effect.id,
             "session": effect.session,
             "began_at": effect.began_at,
             "outcome": effect.outcome,
-            "lasting": int(item.lasting),
+            "lasting": item.lasting,
             "effect": encode_json(effect),
         },
     )
     return bool(rows)
 
 
-def settle_effects(connection: sqlite3.Connection, item: writes.SettleEffects) -> None:
+def settle_effects(statements: Statements, item: writes.SettleEffects) -> None:
     parameters = {"session": item.session, "until": item.until}
     if item.snapshot is not None:
-        run(connection, "link_effects", parameters | {"snapshot": item.snapshot})
-    run(connection, "settle_effects", parameters)
+        statements.run("link_effects", parameters | {"snapshot": item.snapshot})
+    statements.run("settle_effects", parameters)
 
 
-_PERFORM: dict[type, Callable[[sqlite3.Connection, Any], Any]] = {
+_PERFORM: dict[type, Callable[[Statements, Any], Any]] = {
     writes.InsertSession: insert_session,
     writes.UpdateSession: update_session,
     writes.InsertSnapshot: insert_snapshot,
