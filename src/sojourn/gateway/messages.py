@@ -18,7 +18,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """First, from the server. `authority` is the directory of the deployment's certificate
     authority. `namespace` is the path of a network namespace in which outside connections are made
     (None: the host's); `nameservers` are asked instead of the host's own; `private` are networks
-    that policies may name although they are private. `ports` is the inherited descriptor of the
+    that policies may name although they are private. `roots` is a file of certificates that are
+    trusted besides the system's own. `ports` is the inherited descriptor of the
     channel about exposed ports (`sojourn.gateway.ports_channel`); -1: there is none."""
 
     authority: str
@@ -26,6 +27,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     nameservers: list[str] = []
     private: list[str] = []
     ports: int = -1
+    roots: str | None = None
 
 
 class Granted(msgspec.Struct, frozen=True):

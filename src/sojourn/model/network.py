@@ -73,12 +73,17 @@ class SecretPlace(enum.StrEnum):
 
 
 class SecretUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For which domains and how a secret is used. Domains are written as in rules."""
+    """For which domains and how a secret is used. Domains are written as in rules.
+
+    In a header named Authorization the value stands in `template`, in any other one alone; place
+    `template` uses the template with every name. It is sent over TLS only, unless `over_http`.
+    """
 
     domains: list[str]
     place: SecretPlace = SecretPlace.HEADER
     name: str = "Authorization"
     template: str = "Bearer {secret}"
+    over_http: bool = False
 
 
 def placeholder(secret: str) -> str:

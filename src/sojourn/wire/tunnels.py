@@ -5,7 +5,10 @@ The other end is inside the sandbox, so nothing it sends is trusted.
 
 A tunnel is one connection to `net.sock`, always opened from inside, and carries one stream of bytes
 in each direction. Around a freeze it is parked: DETACH goes both ways, each end keeps what it has
-not passed on, and RESUME takes it up on a new connection.
+not passed on, and RESUME takes it up on a new connection. A connection whose first frame is DETACH
+carries no tunnel: it announces that all tunnels are about to be parked, so that the gateway reads
+on also where it had enough, and the last frame of a tunnel with a full socket gets through. It is
+answered by DETACH and closed.
 """
 
 from __future__ import annotations
