@@ -2,7 +2,8 @@
 
 Guarantee: every query the code uses is in a file under its name, and a missing or doubled name
 fails at import, not in the middle of an operation. Each begins with `-- name: some_name`;
-`{session}` stands for all columns of the record and `{:session}` for their parameters.
+`{session}` stands for all columns of the record and `{:session}` for their parameters. What every
+dialect understands is in `common`; a dialect's own folder has what must be said in its own way.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ class Queries:
 
     def __init__(self, package: str) -> None:
         self._texts: dict[str, str] = {}
-        folder = resources.files(package).joinpath("queries")
-        for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
-            if file.name.endswith(".sql"):
-                self._add(file.name, file.read_text(encoding="utf-8"))
+        for folder in (
+            resources.files("sojourn.database").joinpath("common"),
+            resources.files(package).joinpath("queries"),
+        ):
+            for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
+                if file.name.endswith(".sql"):
+                    self._add(file.name, file.read_text(encoding="utf-8"))
 
     def _add(self, file: str, text: str) -> None:
         parts = _NAME.split(text)

@@ -68,10 +68,8 @@ def _optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _writer(hint: Any) -> Callable[[Any], Any] | None:
     inner, _ = _inner(hint)
-    if inner in (str, int, float, bytes):
+    if inner in (str, int, float, bool, bytes):
         return None
-    if inner is bool:
-        return int
     if isinstance(inner, type) and issubclass(inner, enum.Enum):
         return _optional(str)
     return _optional(encode_json)

@@ -1,25 +1,9 @@
--- name: insert_session
-INSERT INTO sessions ({session}) VALUES ({:session});
-
--- name: session_row
-SELECT {session} FROM sessions WHERE id = :id;
-
 -- name: update_session
 -- The compare-and-swap: the only statement that changes a session's state.
 UPDATE sessions SET {assignments}
 WHERE id = :where_id AND epoch = :expect_epoch AND state <> 'deleted'
     AND state IN (SELECT value FROM json_each(:expect_state))
 RETURNING {session};
-
--- name: find_session
-SELECT {session} FROM sessions
-WHERE id = :key AND state <> 'deleted' AND (:tenant IS NULL OR tenant = :tenant);
-
--- name: find_session_by_name
-SELECT {session} FROM sessions WHERE name = :key AND state <> 'deleted' AND tenant = :tenant;
-
--- name: find_sessions_by_name_of_any_tenant
-SELECT {session} FROM sessions WHERE name = :key AND state <> 'deleted' LIMIT 2;
 
 -- name: list_sessions
 SELECT {session} FROM sessions
@@ -35,9 +19,6 @@ WHERE (:tenant IS NULL OR tenant = :tenant)
     )
 ORDER BY created_at DESC, id DESC
 LIMIT :limit;
-
--- name: count_sessions
-SELECT state, count(*) FROM sessions WHERE :tenant IS NULL OR tenant = :tenant GROUP BY state;
 
 -- name: touch_idle
 UPDATE sessions SET idle_deadline = max(idle_deadline, :deadline)

@@ -1,16 +1,17 @@
 -- name: put_effect
 -- No row comes back when there is no such session. Where it is known already only its end is new.
 INSERT INTO effects (id, session, began_at, outcome, lasting, pending, snapshot, effect)
-SELECT :id, id, :began_at, :outcome, :lasting, 1, head, :effect FROM sessions WHERE id = :session
+SELECT :id, id, :began_at, :outcome, :lasting, TRUE, head, :effect FROM sessions WHERE id = :session
 ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, effect = excluded.effect
 RETURNING snapshot;
 
 -- name: link_effects
-INSERT OR IGNORE INTO snapshot_effects (snapshot, effect)
-SELECT :snapshot, id FROM effects WHERE session = :session AND pending AND began_at <= :until;
+INSERT INTO snapshot_effects (snapshot, effect)
+SELECT :snapshot, id FROM effects WHERE session = :session AND pending AND began_at <= :until
+ON CONFLICT DO NOTHING;
 
 -- name: settle_effects
-UPDATE effects SET pending = 0 WHERE session = :session AND pending AND began_at <= :until;
+UPDATE effects SET pending = FALSE WHERE session = :session AND pending AND began_at <= :until;
 
 -- name: list_effects
 SELECT effect, snapshot, lasting, 0 FROM effects

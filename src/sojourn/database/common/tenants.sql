@@ -20,7 +20,7 @@ SELECT hash FROM tokens WHERE id = :id;
 UPDATE tokens SET revoked_at = :now WHERE id = :id AND revoked_at IS NULL RETURNING id;
 
 -- name: list_tokens
-SELECT {token} FROM tokens WHERE :tenant IS NULL OR tenant = :tenant ORDER BY created_at, id;
+SELECT {token} FROM tokens WHERE CAST(:tenant AS TEXT) IS NULL OR tenant = :tenant ORDER BY created_at, id;
 
 -- name: get_setting
 SELECT value FROM settings WHERE key = :key;

@@ -6,7 +6,7 @@ SELECT {snapshot} FROM snapshots WHERE id = :id;
 
 -- name: find_snapshot
 SELECT {snapshot} FROM snapshots
-WHERE id = :id AND (:tenant IS NULL OR tenant = :tenant) AND (:hidden OR NOT hidden);
+WHERE id = :id AND (CAST(:tenant AS TEXT) IS NULL OR tenant = :tenant) AND (:hidden OR NOT hidden);
 
 -- name: list_snapshots
 SELECT {snapshot} FROM snapshots
