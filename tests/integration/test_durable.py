@@ -79,6 +79,31 @@ def test_every_durable_session_comes_back_from_the_store_alone(durable: ServerPr
     assert any(event.kind == "recovered" for event in one.events())
 
 
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_what_is_damaged_on_the_node_is_replaced_from_the_store(durable: ServerProcess) -> None:
+    session = durable.client().sessions.create(policy={"auto_snapshot": "off"})
+    session.run_code("value = 41")
+    session.exec("head -c 100000 /dev/urandom > /srv/data")
+    wanted = session.files.read("/srv/data")
+    session.suspend(wait="durable")
+    files = [path for path in (durable.data / "store").rglob("*") if path.is_file()]
+    flip(max((path for path in files if "images" in path.parts), key=lambda p: p.stat().st_size))
+    flip(next(path for path in files if path.parts[-3:] == ("fs", "srv", "data")))
+    assert session.files.read("/srv/data") == wanted
+    assert session.run_code("value + 1").text == "42"
+    told = [event for event in session.events() if event.kind == "store.healed"]
+    assert len(told) == 1 and len(told[0].details["replaced"]) == 2
+    assert session.verify().ok
+
+
 def test_a_tree_that_was_thinned_comes_back_whole(durable: ServerProcess) -> None:
     """Manifests keep naming parents that were given up since; the record tells the tree."""
     keep = {"keep_all_for": 0, "keep_last": 1, "hourly": 0, "daily": 0, "weekly": 0}

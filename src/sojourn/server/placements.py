@@ -12,6 +12,8 @@ import logging
 import time
 from typing import Any
 
+import msgspec
+
 from sojourn import faultpoints
 from sojourn.database.records import SnapshotRecord
 from sojourn.database.writes import AppendEvent, InsertSnapshot, Write
@@ -81,7 +83,7 @@ class Placements:
         )
         verb = run.operation.verb
         faultpoints.reach(f"{verb}.place")
-        await self._context.agent.start(record)
+        record = await self._start(session, record)
         faultpoints.reach(f"{verb}.start")
         now = time.time()
         try:
@@ -104,6 +106,37 @@ class Placements:
         active.over_quota = None
         active.dirty = False
         return updated
+
+    async def _start(self, session: Session, record: SandboxRecord) -> SandboxRecord:
+        """Start a sandbox; where this disk has damaged what it is made of and the object store has
+        it whole, that is brought first. The record of the one that runs."""
+        try:
+            await self._context.agent.start(record)
+            return record
+        except IntegrityError as error:
+            healed = await asyncio.to_thread(self._heal, record)
+            if not healed:
+                raise
+            log.warning("session %s: replaced after damage: %s", session.id, ", ".join(healed))
+            event = AppendEvent(
+                session=session.id,
+                kind="store.healed",
+                result="ok",
+                details={"cause": error.message, "replaced": healed},
+                before=session.head,
+                after=session.head,
+            )
+            await self._context.database.commit([event])
+        again = msgspec.structs.replace(record, sandbox=new_id("sbx").replace("_", "-"))
+        await self._context.agent.start(again)
+        return again
+
+    def _heal(self, record: SandboxRecord) -> list[str]:
+        try:
+            return self._context.store.heal(record.layers, record.memory)
+        except SojournError as error:
+            log.error("what is damaged cannot be replaced now: %s", error)
+            return []
 
     async def lost(self, active: ActiveSession, cause: str) -> None:
         """Suspend a session whose sandbox died. The caller holds the gate. Idempotent."""

@@ -441,7 +441,9 @@ class Snapshots:
             live = references.layers | references.images | context.agent.in_use()
             live |= await self._sealed()
             live |= {template.layer.id for template in context.templates.values()}
-            return await asyncio.to_thread(context.store.collect, live)
+            freed = await asyncio.to_thread(context.store.collect, live)
+            used = context.agent.in_use()
+            return freed + await asyncio.to_thread(context.store.discard_damaged, used)
 
     async def _sealed(self) -> set[str]:
         """What sealed sandboxes are made of whose snapshot is not committed yet. An operation

@@ -202,6 +202,14 @@ class Store(Protocol):
         """Remove layers, images and staging leftovers no snapshot refers to. `live` are layer and
         image ids in use by sandboxes and running captures. Returns the bytes freed."""
 
+    def heal(self, layers: Sequence[LayerRef], memory: MemoryRef | None) -> list[str]:
+        """Check these, and replace those that are damaged here and whole in the source. The names
+        of those that were replaced. Raises what the source raises."""
+
+    def discard_damaged(self, in_use: set[str]) -> int:
+        """Remove what `heal` set aside, but of layers that sandboxes run on. Returns the bytes
+        freed."""
+
     def check_layer(self, layer: LayerRef) -> None:
         """The quick check before use: every entry is as it was sealed (names, types, sizes, times,
         owners, modes); content is read again wherever the host says a file was touched.

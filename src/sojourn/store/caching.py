@@ -109,6 +109,10 @@ class Cache:
         """Whether the source could give a layer again."""
         return self._source is not None and self._source.has_layer(layer)
 
+    def replaceable_image(self, image: str) -> bool:
+        """Whether the source could give a memory image again."""
+        return self._source is not None and self._source.has_image(image)
+
     # -- bringing -------------------------------------------------------------------------------
     def _once(self, id: str, fetch: Callable[[str], None]) -> None:
         """Fetch, or wait for the fetch that is under way and share its end."""

@@ -37,6 +37,7 @@ from sojourn.store.captures import Captures, PendingCapture, SealedUpper, Since
 from sojourn.store.copying import disk_errors, sync_path
 from sojourn.store.envelopes import read_checked, write_checked
 from sojourn.store.fingerprints import fingerprint, hash_entry
+from sojourn.store.healing import Healing
 from sojourn.store.images import Images
 from sojourn.store.indexes import LinkLedger, row_of, write_index
 from sojourn.store.layers import MANIFEST, SHORT, SOURCE, Layers
@@ -86,6 +87,9 @@ class LocalStore:
         self._layers = Layers(root / "layers", self._ledger)
         self._images = Images(root / "images", self._staging, self._pins)
         self._cache = Cache(source, self._layers, self._images, self._staging, self._pins, grace)
+        self._healing = Healing(
+            self._cache, self._layers, self._images, root / "damaged", self._unlink
+        )
         self._snapshots = Snapshots(root / "snapshots", self._staging)
         self._captures = Captures(
             self._layers, root / "sealed", self._staging, self._pins, timestamp_window_ns
@@ -430,6 +434,17 @@ class LocalStore:
         one of its id and synced; the caller holds them until a snapshot refers to them."""
         with disk_errors("taking in an archive"):
             self._cache.take_in(source, layers, images)
+
+    # -- damage -----------------------------------------------------------------------------
+    def heal(self, layers: Sequence[LayerRef], memory: MemoryRef | None) -> list[str]:
+        """Check these, and replace those that are damaged here and whole in the source. The names
+        of those that were replaced. Raises what the source raises."""
+        return self._healing.heal(layers, memory)
+
+    def discard_damaged(self, in_use: set[str]) -> int:
+        """Remove what `heal` set aside, but of layers that sandboxes run on. Returns the bytes
+        freed."""
+        return self._healing.discard(in_use)
 
     # -- as a cache -------------------------------------------------------------------------
     def usage(self) -> int:
