@@ -10,56 +10,65 @@ import asyncio
 import secrets
 from typing import Protocol
 
+from sojourn.gateway.streams import Stream
+from sojourn.wire.tunnels import Refusal
+
 TOKEN_BYTES = 16
 
 
-class Tunnel(Protocol):
-    """One stream of bytes to a program inside a session, and back."""
+class Offered(Stream, Protocol):
+    """A tunnel that came from inside and is not answered yet."""
 
-    async def read(self) -> bytes:
-        """The next bytes; b"" when no more come. Raises ConnectionError when it was reset."""
+    async def accept(self) -> None:
+        """Say that it stands. Raises ConnectionError."""
 
-    async def write(self, data: bytes) -> None:
-        """Send, waiting while the other end takes no more. Raises ConnectionError."""
+    def refuse(self, reason: Refusal) -> None:
+        """Say why there is none."""
 
-    async def end(self) -> None:
-        """Send no more. Idempotent. Raises ConnectionError when it was reset."""
 
-    def reset(self) -> None:
-        """Give it up at once, in both directions. Idempotent, also after its end."""
+class Dialled:
+    """A tunnel in the hands of who asked for it, until it is let go."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.released = asyncio.Event()
+
+    def close(self) -> None:
+        """Done with it: where both directions have ended it closes, else it is reset."""
+        self.released.set()
 
 
 class Inbound:
     """The tunnels that are waited for."""
 
     def __init__(self) -> None:
-        self._expected: dict[bytes, asyncio.Future[Tunnel]] = {}
+        self._expected: dict[bytes, asyncio.Future[Dialled]] = {}
 
-    def expect(self) -> tuple[bytes, asyncio.Future[Tunnel]]:
+    def expect(self) -> tuple[bytes, asyncio.Future[Dialled]]:
         """A new token, and where the tunnel that bears it arrives."""
         token = secrets.token_bytes(TOKEN_BYTES)
-        future: asyncio.Future[Tunnel] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Dialled] = asyncio.get_running_loop().create_future()
         self._expected[token] = future
         return token, future
 
-    def forget(self, token: bytes) -> None:
-        """Wait no more: a tunnel that arrived meanwhile, or arrives later, is given up."""
-        future = self._expected.pop(token, None)
-        if future is None:
+    def forget(self, token: bytes, *, taken: bool) -> None:
+        """The token stands for nothing any more. Unless it was taken, a tunnel that came meanwhile
+        is given up."""
+        future = self._expected.pop(token)
+        if taken:
             return
         if future.done() and not future.cancelled():
-            future.result().reset()
+            future.result().close()
         future.cancel()
 
-    def take(self, token: bytes) -> None:
-        """Its tunnel has arrived and is in use: the token stands for nothing any more."""
-        self._expected.pop(token, None)
-
-    def arrived(self, token: bytes, tunnel: Tunnel) -> bool:
-        """A tunnel of kind INBOUND came from a sandbox; whether anybody waits for it. It is to be
-        refused (as UNKNOWN) when nobody does."""
+    async def serve(self, token: bytes, tunnel: Offered) -> None:
+        """A tunnel of kind INBOUND, from its arrival until whoever asked for it is done; refused
+        when nobody asked. Raises ConnectionError."""
         future = self._expected.get(token)
         if future is None or future.done():
-            return False
-        future.set_result(tunnel)
-        return True
+            tunnel.refuse(Refusal.UNKNOWN)
+            return
+        dialled = Dialled(tunnel)
+        future.set_result(dialled)
+        await tunnel.accept()
+        await dialled.released.wait()

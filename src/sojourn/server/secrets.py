@@ -8,6 +8,7 @@ removal is in force in every sandbox when it is answered.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -145,7 +146,7 @@ class Secrets:
         await self._tell(who.tenant, name)
         return _info(stored)
 
-    async def list(self, who: Principal) -> list[SecretInfo]:
+    async def list(self, who: Principal) -> builtins.list[SecretInfo]:
         """The tenant's secrets, without what they are."""
         return [_info(one) for one in await self._database.list_secrets(who.tenant)]
 
@@ -161,12 +162,12 @@ class Secrets:
 
     # -- for sessions -----------------------------------------------------------------------
 
-    async def missing(self, tenant: str, names: list[str]) -> list[str]:
+    async def missing(self, tenant: str, names: builtins.list[str]) -> builtins.list[str]:
         """Which of these secrets the tenant does not have."""
         known = {one.name for one in await self._database.list_secrets(tenant)}
         return [name for name in names if name not in known]
 
-    async def granted(self, tenant: str, policy: NetworkPolicy) -> list[Granted]:
+    async def granted(self, tenant: str, policy: NetworkPolicy) -> builtins.list[Granted]:
         """What the gateway is told for a session of this policy, values included: for its process
         and nobody else. Names that stand for nothing (any more) are left out.
 
