@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import IO
 
 import msgspec
@@ -23,6 +23,7 @@ from sojourn.errors import (
     Conflict,
     ErrorBody,
     Interrupted,
+    QuotaExceeded,
     SojournError,
     StorageFull,
     from_body,
@@ -46,14 +47,17 @@ from sojourn.wire.api import ArchiveInfo, SnapshotRequest
 PIECE = 1 << 20
 _WAIT_SECONDS = 60.0
 _AT_ONCE = 2
+_KEPT = 8
+"""Archives that are being made or downloaded at a time: each takes room on the node's disk."""
 
 
 class Export:
     """A finished archive. Implements `sojourn.server.base.ExportedArchive`."""
 
-    def __init__(self, file: IO[bytes], info: ArchiveInfo) -> None:
+    def __init__(self, file: IO[bytes], info: ArchiveInfo, closed: Callable[[], None]) -> None:
         self.info = info
         self._file = file
+        self._closed = closed
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         """Its bytes."""
@@ -67,7 +71,9 @@ class Export:
 
     def close(self) -> None:
         """Give its room back. Idempotent."""
-        self._file.close()
+        if not self._file.closed:
+            self._file.close()
+            self._closed()
 
 
 class Exports:
@@ -82,6 +88,7 @@ class Exports:
         self._requests = requests
         # Each compresses a whole session in a process of its own.
         self._writing = asyncio.Semaphore(_AT_ONCE)
+        self._kept = 0
 
     async def export(
         self, who: Principal, ref: str, snapshot: str | None, secret: bytes | None
@@ -90,9 +97,28 @@ class Exports:
         sandbox its present state is taken first.
 
         Raises SnapshotNotFound, Conflict (there is no snapshot yet), IntegrityError, StorageFull,
-        InvalidRequest (the secret), and what taking a snapshot raises."""
+        InvalidRequest (the secret), QuotaExceeded (too many are being downloaded), and what taking
+        a snapshot raises."""
         if secret is not None:
             clean_secret(secret)
+        if self._kept >= _KEPT:
+            raise QuotaExceeded(
+                f"{_KEPT} archives are being made or downloaded now",
+                next_step="Wait until one of them is finished.",
+            )
+        self._kept += 1
+        try:
+            return await self._export(who, ref, snapshot, secret)
+        except BaseException:
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        self._kept -= 1
+
+    async def _export(
+        self, who: Principal, ref: str, snapshot: str | None, secret: bytes | None
+    ) -> Export:
         active = await self._context.registry.find(who.tenant, ref)
         if snapshot is None and active.session.live:
             await self._take_present(who, active.id)
@@ -127,7 +153,7 @@ class Exports:
             encrypted=secret is not None,
         )
         await self._note(who, session=active.session, info=info)
-        return Export(file, info)
+        return Export(file, info, self._release)
 
     async def _note(self, who: Principal, session: Session, info: ArchiveInfo) -> None:
         """Who took it, in the event log. A full disk does not keep anyone from leaving it."""

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 20.0
 _END_SECONDS = 10.0
+_LOOK_SECONDS = 30.0
+_HUNG_SECONDS = 600.0
+"""A process that has not read, written or computed anything for so long is ended."""
 
 
 async def exchange(process: asyncio.subprocess.Process, request: Any) -> bytes:
@@ -120,7 +123,12 @@ class Sender:
     async def _ask(
         self, process: asyncio.subprocess.Process, request: Any
     ) -> tuple[Any, ErrorBody | None]:
-        frame = await exchange(process, request)
+        exchanged = asyncio.ensure_future(exchange(process, request))
+        try:
+            await _while_it_works(process.pid, exchanged)
+            frame = await exchanged
+        finally:
+            exchanged.cancel()
         return msgspec.msgpack.decode(frame, type=tuple[Any, ErrorBody | None])
 
     async def _running(self) -> asyncio.subprocess.Process:
@@ -164,3 +172,26 @@ class Sender:
         except TimeoutError:
             # It waits in the kernel for a file system that does not answer; no stop waits for that.
             log.error("process %d, which sends to the object store, does not end", process.pid)
+
+
+async def _while_it_works(pid: int, exchanged: asyncio.Future[bytes]) -> None:
+    """Wait for an answer. Raises TimeoutError, an OSError, when the process does nothing at all
+    any more: it waits for a file system or a store that will never answer, and whoever waits for it
+    would do so for ever."""
+    last, since = None, time.monotonic()
+    while not (await asyncio.wait([exchanged], timeout=_LOOK_SECONDS))[0]:
+        effort = await asyncio.to_thread(_effort, pid)
+        if effort != last:
+            last, since = effort, time.monotonic()
+        elif time.monotonic() - since > _HUNG_SECONDS:
+            raise TimeoutError(f"it has done nothing for {_HUNG_SECONDS:.0f} s")
+
+
+def _effort(pid: int) -> str:
+    """What a process and those it waited for have read, written and computed so far."""
+    try:
+        counters = Path(f"/proc/{pid}/io").read_text()
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+    except OSError:
+        return ""  # it has ended, and the exchange tells so
+    return f"{counters} {times}"
