@@ -1,0 +1,433 @@
+"""Exposed ports: which ports of sessions are reached from outside, and at which addresses.
+
+Guarantee: an exposed port has one address as long as it is exposed, over suspension, rollback and
+restarts; it is its session's alone, not its forks'; when its session is deleted it is gone, and no
+later session ever gets its address. The server holds the listening sockets: a request that comes
+while the gateway process is started again waits, and is not refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import ipaddress
+import logging
+import os
+import re
+import secrets as random
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from sojourn.database.base import Database
+from sojourn.database.writes import AppendEvent
+from sojourn.errors import (
+    Conflict,
+    HostUnfit,
+    InvalidRequest,
+    PortNotFound,
+    QuotaExceeded,
+    SojournError,
+)
+from sojourn.gateway import ports_channel as channel
+from sojourn.gateway.port_requests import host_label, path_prefix
+from sojourn.model import Session, SessionState
+from sojourn.model.ports import ExposedPort, PortKind
+from sojourn.server.base import Principal
+from sojourn.server.registry import Registry
+from sojourn.server.secrets import Secrets
+from sojourn.wire.api import ExposePort, PortInfo
+
+log = logging.getLogger(__name__)
+
+MAX_PORTS = 64
+MAX_SOURCES = 64
+_ADDRESS_FILE = "ports.address"
+_KIND = "port"
+_AGAIN_SECONDS = 5.0
+_DOMAIN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
+
+
+class PortSettings(msgspec.Struct, frozen=True):
+    """Where exposed ports are served: `address` is HOST or HOST:PORT, and without a port a free one
+    that stays the same; below `domain` each port of a session has a name."""
+
+    address: str = "127.0.0.1"
+    domain: str = "localhost"
+
+    def split(self) -> tuple[str, int]:
+        """Host and port (0: any). Raises InvalidRequest."""
+        host, colon, port = self.address.rpartition(":")
+        if not colon or self.address.endswith("]"):
+            host, port = self.address, "0"
+        host = host.strip("[]")
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            host = ""
+        if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise InvalidRequest(
+                f"{self.address!r} is not ADDRESS or ADDRESS:PORT", field="ports-address"
+            )
+        if not _DOMAIN.fullmatch(self.domain):
+            raise InvalidRequest(f"{self.domain!r} is no domain", field="ports-domain")
+        return host, int(port)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        made.listen(1024)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+class Ports:
+    """The exposed ports of all sessions."""
+
+    def __init__(
+        self,
+        database: Database,
+        registry: Registry,
+        secrets: Secrets,
+        data: Path,
+        settings: PortSettings,
+        need_gateway: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._database = database
+        self._registry = registry
+        self._secrets = secrets
+        self._data = data
+        self._domain = settings.domain
+        self._host, self._port = settings.split()
+        self._need_gateway = need_gateway
+        self._exposed: dict[str, dict[int, ExposedPort]] = {}
+        self._tokens: dict[str, str] = {}  # by id; of those that are not public
+        self._sockets: dict[str, socket.socket] = {}  # "" is the one that all HTTP ports share
+        self._channel: channel.Channel | None = None
+        self._received: Callable[[channel.Message], None] = lambda message: None
+        self._changing = asyncio.Lock()
+        self._again: asyncio.Task[None] | None = None
+
+    # -- start and stop ---------------------------------------------------------------------
+
+    async def start(self, received: Callable[[channel.Message], None]) -> None:
+        """Listen for what was exposed by an earlier server. `received` gets what the gateway
+        tells."""
+        self._received = received
+        for port in await self._database.list_ports():
+            self._exposed.setdefault(port.session, {})[port.port] = port
+        missing = await self._listen_to_all()
+        if missing:
+            self._again = asyncio.create_task(self._listen_again(), name="exposed ports")
+        if self._exposed:
+            await self._need_gateway()
+
+    async def close(self) -> None:
+        """Serve nothing more. Idempotent."""
+        if self._again is not None:
+            self._again.cancel()
+            await asyncio.gather(self._again, return_exceptions=True)
+        if self._channel is not None:
+            self._channel.close()
+        for listening in self._sockets.values():
+            listening.close()
+        self._sockets.clear()
+
+    async def _listen_to_all(self) -> bool:
+        """Open what is not open yet; whether something could not be."""
+        missing = False
+        for ports in list(self._exposed.values()):
+            for port in list(ports.values()):
+                try:
+                    await self._open(port)
+                except (SojournError, OSError) as error:
+                    missing = True
+                    log.error("port %d of %s is not served: %s", port.port, port.session, error)
+        return missing
+
+    async def _listen_again(self) -> None:
+        """What another program holds may be free later."""
+        missing = True
+        while missing:
+            await asyncio.sleep(_AGAIN_SECONDS)
+            async with self._changing:
+                missing = await self._listen_to_all()
+
+    async def _open(self, port: ExposedPort) -> None:
+        """Have the gateway serve a port, if it does not yet. Raises OSError, SojournError."""
+        if not port.public and port.id not in self._tokens:
+            sealed = base64.b64decode(port.token)
+            store = await self._secrets.store()
+            opened = store.open(sealed, _KIND, port.tenant, port.session, str(port.port))
+            self._tokens[port.id] = opened.decode()
+        if port.kind is PortKind.TCP:
+            if port.id in self._sockets:
+                return
+            assert port.listens_at is not None
+            self._sockets[port.id] = _listening(self._host, port.listens_at)
+        elif "" not in self._sockets:
+            self._sockets[""] = self._listen_for_http()
+            self._send_listener()
+        self._send(port)
+
+    def _listen_for_http(self) -> socket.socket:
+        """The shared listening socket, at the number it had before. Raises OSError."""
+        if self._port:
+            return _listening(self._host, self._port)
+        place = self._data / _ADDRESS_FILE
+        known = 0
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            known = int(place.read_text())
+        made = _listening(self._host, known if 0 < known < 65536 else 0)
+        number = made.getsockname()[1]
+        if number != known:
+            fresh = place.with_name(f"{place.name}.new")
+            try:
+                fresh.write_text(f"{number}\n")
+                fresh.replace(place)
+            except OSError:
+                made.close()
+                raise
+        return made
+
+    # -- the gateway ------------------------------------------------------------------------
+
+    def new_channel(self) -> socket.socket:
+        """The end of a new channel for a gateway process, which is told of all that is exposed."""
+        if self._channel is not None:
+            self._channel.close()
+        ours, its = channel.channel_pair()
+        self._channel = channel.Channel(ours, self._told, lambda: None)
+        if "" in self._sockets:
+            self._send_listener()
+        for ports in self._exposed.values():
+            for port in ports.values():
+                self._send(port)
+        return its
+
+    def answer(self, message: channel.Message) -> None:
+        """Tell the gateway process of now, if there is one."""
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def _told(self, message: channel.Message, descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._received(message)
+
+    def _send_listener(self) -> None:
+        if self._channel is not None:
+            self._channel.send(channel.Serve(self._domain), self._sockets[""].fileno())
+
+    def _send(self, port: ExposedPort) -> None:
+        token = self._tokens.get(port.id)
+        listening = self._sockets.get(port.id)
+        if self._channel is None or (not port.public and token is None):
+            return
+        if port.kind is PortKind.TCP and listening is None:
+            return
+        told = channel.Expose(
+            id=port.id,
+            session=port.session,
+            port=port.port,
+            kind=port.kind,
+            digest=b"" if token is None else hashlib.sha256(token.encode()).digest(),
+            sources=port.sources,
+        )
+        self._channel.send(told, None if listening is None else listening.fileno())
+
+    # -- what others ask --------------------------------------------------------------------
+
+    def find(self, id: str) -> ExposedPort | None:
+        """An exposed port by its id."""
+        session, _, port = id.rpartition(":")
+        return self._exposed.get(session, {}).get(int(port)) if port.isdigit() else None
+
+    def any_of(self, session: str) -> bool:
+        """Whether a session has an exposed port, so that its sandbox needs the gateway."""
+        return session in self._exposed
+
+    def committed(self, session: Session) -> None:
+        """A session's record changed: of a deleted one nothing is exposed, as the database has it
+        already."""
+        if session.state is SessionState.DELETED:
+            for port in self._exposed.pop(session.id, {}).values():
+                self._withdraw(port)
+
+    def _withdraw(self, port: ExposedPort) -> None:
+        self.answer(channel.Unexpose(port.id))
+        self._tokens.pop(port.id, None)
+        listening = self._sockets.pop(port.id, None)
+        if listening is not None:
+            listening.close()
+
+    # -- requests ---------------------------------------------------------------------------
+
+    async def expose(self, who: Principal, ref: str, request: ExposePort) -> PortInfo:
+        """Expose a port of a session; as it is where it is exposed so already.
+
+        Raises InvalidRequest, SessionNotFound, Conflict (it is exposed otherwise), QuotaExceeded,
+        HostUnfit (nothing can be listened on), Unreachable (no gateway)."""
+        sources = check_port(request)
+        session = (await self._registry.find(who.tenant, ref)).session
+        async with self._changing:
+            known = self._exposed.get(session.id, {})
+            there = known.get(request.port)
+            if there is not None:
+                if (there.kind, there.public) != (request.kind, request.public) or (
+                    there.sources != sources
+                ):
+                    raise Conflict(
+                        f"port {request.port} of {session.id} is exposed otherwise already",
+                        next_step="Unexpose it first.",
+                    )
+                return self._info(there)
+            if len(known) >= MAX_PORTS:
+                raise QuotaExceeded(
+                    f"session {session.id} exposes {MAX_PORTS} ports", next_step="Unexpose one."
+                )
+            await self._need_gateway()
+            return self._info(await self._expose(who, session, request, sources))
+
+    async def _expose(
+        self, who: Principal, session: Session, request: ExposePort, sources: list[str]
+    ) -> ExposedPort:
+        id = f"{session.id}:{request.port}"
+        token = sealed = ""
+        if not request.public:
+            token = random.token_urlsafe(24)
+            store = await self._secrets.store()
+            box = store.seal(token.encode(), _KIND, session.tenant, session.id, str(request.port))
+            sealed = base64.b64encode(box).decode()
+        listens_at = None
+        try:
+            if request.kind is PortKind.TCP:
+                self._sockets[id] = _listening(self._host, 0)
+                listens_at = self._sockets[id].getsockname()[1]
+            elif "" not in self._sockets:
+                self._sockets[""] = self._listen_for_http()
+                self._send_listener()
+        except OSError as error:
+            raise HostUnfit(
+                f"cannot listen on {self._host}: {error.strerror or error}",
+                next_step="Correct SOJOURN_PORTS_ADDRESS, or free what holds the address.",
+            ) from error
+        port = ExposedPort(
+            session=session.id,
+            port=request.port,
+            tenant=session.tenant,
+            kind=request.kind,
+            public=request.public,
+            token=sealed,
+            sources=sources,
+            listens_at=listens_at,
+            created_at=time.time(),
+        )
+        try:
+            await self._database.put_port(port)
+        except BaseException:
+            listening = self._sockets.pop(id, None)
+            if listening is not None:
+                listening.close()
+            raise
+        if token:
+            self._tokens[id] = token
+        self._exposed.setdefault(session.id, {})[port.port] = port
+        self._send(port)
+        await self._note(who, session, "port.exposed", port)
+        return port
+
+    async def list(self, who: Principal, ref: str) -> list[PortInfo]:
+        """The exposed ports of a session."""
+        session = (await self._registry.find(who.tenant, ref)).session
+        found = self._exposed.get(session.id, {})
+        return [self._info(found[number]) for number in sorted(found)]
+
+    async def unexpose(self, who: Principal, ref: str, number: int) -> None:
+        """Expose a port no longer; its open connections end. Raises PortNotFound."""
+        session = (await self._registry.find(who.tenant, ref)).session
+        async with self._changing:
+            port = self._exposed.get(session.id, {}).get(number)
+            if port is None:
+                raise PortNotFound(f"session {session.id} does not expose port {number}")
+            await self._database.delete_port(session.id, number)
+            left = self._exposed.get(session.id, {})
+            left.pop(number, None)
+            if not left:
+                self._exposed.pop(session.id, None)
+            self._withdraw(port)
+        await self._note(who, session, "port.unexposed", port)
+
+    async def _note(self, who: Principal, session: Session, kind: str, port: ExposedPort) -> None:
+        await self._database.append_event(
+            AppendEvent(
+                session=session.id,
+                kind=kind,
+                actor=who.actor,
+                result="ok",
+                details={"port": port.port, "kind": str(port.kind), "public": port.public},
+                before=session.head,
+                after=session.head,
+            )
+        )
+
+    def _info(self, port: ExposedPort) -> PortInfo:
+        url = path_url = address = None
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        if ipaddress.ip_address(self._host).is_unspecified:
+            # Every address of this host: which one is reached is known outside only.
+            shown = self._domain if self._domain != "localhost" else "127.0.0.1"
+        if port.kind is PortKind.TCP:
+            address = f"{shown}:{port.listens_at}"
+        elif "" in self._sockets:
+            number = self._sockets[""].getsockname()[1]
+            url = f"http://{host_label(port.session, port.port)}.{self._domain}:{number}/"
+            path_url = f"http://{shown}:{number}{path_prefix(port.session, port.port)}/"
+        return PortInfo(
+            session=port.session,
+            port=port.port,
+            kind=port.kind,
+            public=port.public,
+            url=url,
+            path_url=path_url,
+            address=address,
+            token=self._tokens.get(port.id),
+            sources=port.sources,
+            created_at=port.created_at,
+        )
+
+
+def check_port(request: ExposePort) -> list[str]:
+    """The sources of a request in one form. Raises InvalidRequest."""
+    if not 1 <= request.port <= 65535:
+        raise InvalidRequest(f"{request.port} is no port", field="port")
+    if request.kind is PortKind.HTTP:
+        if request.sources:
+            raise InvalidRequest(
+                "sources are for ports of kind tcp; an HTTP port has its token", field="sources"
+            )
+        return []
+    if not request.public:
+        raise InvalidRequest(
+            "a port of kind tcp has no place for a token",
+            next_step="Expose it with public=true, and with `sources` to say to whom.",
+            field="public",
+        )
+    if len(request.sources) > MAX_SOURCES:
+        raise InvalidRequest(f"at most {MAX_SOURCES} sources", field="sources")
+    try:
+        return [str(ipaddress.ip_network(source)) for source in request.sources]
+    except ValueError as error:
+        raise InvalidRequest(f"no network: {error}", field="sources") from None
