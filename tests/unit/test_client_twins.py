@@ -16,6 +16,7 @@ PAIRS = [
     ("Sojourn", "AsyncSojourn"),
     ("Sessions", "AsyncSessions"),
     ("Tokens", "AsyncTokens"),
+    ("Secrets", "AsyncSecrets"),
     ("Session", "AsyncSession"),
     ("Files", "AsyncFiles"),
     ("Process", "AsyncProcess"),

@@ -30,6 +30,8 @@ COMMANDS: dict[str, str] = {
     "status": "sojourn.cli.service:status",
     "template": "sojourn.cli.service:template",
     "token": "sojourn.cli.service:token",
+    "secret": "sojourn.cli.secret:secret",
+    "port": "sojourn.cli.port:port",
     "store": "sojourn.cli.store:store",
     "recover": "sojourn.cli.recover:command",
     "export": "sojourn.cli.archives:export",

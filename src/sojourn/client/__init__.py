@@ -10,23 +10,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sojourn.client.async_client import AsyncSessions, AsyncSojourn, AsyncTokens
+    from sojourn.client.async_client import AsyncSecrets, AsyncSessions, AsyncSojourn, AsyncTokens
     from sojourn.client.async_files import AsyncFiles
     from sojourn.client.async_process import AsyncProcess
     from sojourn.client.async_session import AsyncSession, AsyncTurn
     from sojourn.client.core_commands import ExecResult
-    from sojourn.client.sync_client import Sessions, Sojourn, Tokens
+    from sojourn.client.sync_client import Secrets, Sessions, Sojourn, Tokens
     from sojourn.client.sync_files import Files
     from sojourn.client.sync_process import Process
     from sojourn.client.sync_session import Session, Turn
 
 _MODULES = {
-    "async_client": ("AsyncSessions", "AsyncSojourn", "AsyncTokens"),
+    "async_client": ("AsyncSecrets", "AsyncSessions", "AsyncSojourn", "AsyncTokens"),
     "async_files": ("AsyncFiles",),
     "async_process": ("AsyncProcess",),
     "async_session": ("AsyncSession", "AsyncTurn"),
     "core_commands": ("ExecResult",),
-    "sync_client": ("Sessions", "Sojourn", "Tokens"),
+    "sync_client": ("Secrets", "Sessions", "Sojourn", "Tokens"),
     "sync_files": ("Files",),
     "sync_process": ("Process",),
     "sync_session": ("Session", "Turn"),
@@ -36,6 +36,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "AsyncFiles",
     "AsyncProcess",
+    "AsyncSecrets",
     "AsyncSession",
     "AsyncSessions",
     "AsyncSojourn",
@@ -44,6 +45,7 @@ __all__ = [
     "ExecResult",
     "Files",
     "Process",
+    "Secrets",
     "Session",
     "Sessions",
     "Sojourn",

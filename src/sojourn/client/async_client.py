@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sojourn.client import core, core_sessions
+from sojourn.client import core, core_ports, core_sessions
 from sojourn.client.async_session import AsyncSession
 from sojourn.client.async_transport import AsyncTransport, content_of
+from sojourn.client.core_ports import UseLike
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.listings import Listing
-from sojourn.wire.api import HealthInfo, OperationInfo, StatusInfo, TemplateInfo, TokenInfo
+from sojourn.wire.api import (
+    HealthInfo,
+    OperationInfo,
+    SecretInfo,
+    StatusInfo,
+    TemplateInfo,
+    TokenInfo,
+)
 
 
 class AsyncSojourn:
@@ -38,6 +46,7 @@ class AsyncSojourn:
         self._transport = AsyncTransport(address)
         self.sessions = AsyncSessions(self._transport)
         self.tokens = AsyncTokens(self._transport)
+        self.secrets = AsyncSecrets(self._transport)
 
     async def __aenter__(self) -> AsyncSojourn:
         return self
@@ -175,3 +184,40 @@ class AsyncTokens:
     async def list(self) -> list[TokenInfo]:
         """All tokens, without what they are. Raises Forbidden."""
         return await self._transport.run(core_sessions.tokens())
+
+
+class AsyncSecrets:
+    """The secrets of the token's tenant: set, named in sessions' network policies, never read."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def set(
+        self,
+        name: str,
+        value: str,
+        domains: Iterable[str] = (),
+        *,
+        header: str | None = None,
+        query: str | None = None,
+        basic: str | None = None,
+        template: str | None = None,
+        uses: Sequence[UseLike] | None = None,
+    ) -> SecretInfo:
+        """Make or change a secret. It is put into requests to `domains` alone: as
+        `Authorization: Bearer`, or as another `header`, a `query` parameter, the password of the
+        user `basic`, or in a header by a `template` with {secret} in it; `uses` says all of it,
+        also several. Takes hold at once. Raises InvalidRequest, TooLarge."""
+        if uses is None:
+            uses = core_ports.secret_uses(
+                domains, header=header, query=query, basic=basic, template=template
+            )
+        return await self._transport.run(core_ports.set_secret(name, value, uses))
+
+    async def delete(self, name: str) -> None:
+        """Remove a secret; no session has it from then on. Raises SecretNotFound."""
+        await self._transport.run(core_ports.delete_secret(name))
+
+    async def list(self) -> list[SecretInfo]:
+        """All secrets, without their values."""
+        return await self._transport.run(core_ports.secrets())

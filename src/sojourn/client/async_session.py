@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import msgspec
 
-from sojourn.client import core_commands, core_files, core_sessions
+from sojourn.client import core_commands, core_files, core_ports, core_sessions
 from sojourn.client.async_files import AsyncFiles
 from sojourn.client.async_process import AsyncProcess
 from sojourn.client.async_transport import AsyncTransport, content_of
@@ -22,6 +22,7 @@ from sojourn.wire.api import (
     DiffInfo,
     DurabilityInfo,
     EventInfo,
+    PortInfo,
     SessionInfo,
     SnapshotInfo,
     VerifyReport,
@@ -100,6 +101,32 @@ class AsyncSession:
         """Keep it from being suspended as idle for at least `seconds` from now."""
         self.info = await self._transport.run(core_sessions.keep_alive(self.id, seconds))
         return self
+
+    # -- exposed ports
+
+    async def expose(
+        self,
+        port: int,
+        *,
+        public: bool = False,
+        kind: Literal["http", "tcp"] = "http",
+        sources: Sequence[str] = (),
+    ) -> PortInfo:
+        """Have a port of the session reached from outside; a request wakes a session that is put
+        away. The address stays the same as long as it is exposed; forks expose nothing by that.
+
+        One that is not `public` needs the answer's `token`. One of kind tcp is public, to the
+        networks in `sources` (none: all). Raises InvalidRequest, Conflict (exposed otherwise)."""
+        plan = core_ports.expose(self.id, port, public=public, kind=kind, sources=sources)
+        return await self._transport.run(plan)
+
+    async def ports(self) -> list[PortInfo]:
+        """The exposed ports, with their addresses and tokens."""
+        return await self._transport.run(core_ports.ports(self.id))
+
+    async def unexpose(self, port: int) -> None:
+        """Expose a port no longer; its open connections end. Raises PortNotFound."""
+        await self._transport.run(core_ports.unexpose(self.id, port))
 
     # -- commands
 

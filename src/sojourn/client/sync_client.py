@@ -6,14 +6,22 @@ Guarantee: safe to share between threads; every failure is a SojournError with a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sojourn.client import core, core_sessions
+from sojourn.client import core, core_ports, core_sessions
+from sojourn.client.core_ports import UseLike
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.sync_session import Session
 from sojourn.client.transport import Transport, content_of
-from sojourn.wire.api import HealthInfo, OperationInfo, StatusInfo, TemplateInfo, TokenInfo
+from sojourn.wire.api import (
+    HealthInfo,
+    OperationInfo,
+    SecretInfo,
+    StatusInfo,
+    TemplateInfo,
+    TokenInfo,
+)
 
 
 class Sojourn:
@@ -34,6 +42,7 @@ class Sojourn:
         self._transport = Transport(address)
         self.sessions = Sessions(self._transport)
         self.tokens = Tokens(self._transport)
+        self.secrets = Secrets(self._transport)
 
     def __enter__(self) -> Sojourn:
         return self
@@ -166,3 +175,40 @@ class Tokens:
     def list(self) -> list[TokenInfo]:
         """All tokens, without what they are. Raises Forbidden."""
         return self._transport.run(core_sessions.tokens())
+
+
+class Secrets:
+    """The secrets of the token's tenant: set, named in sessions' network policies, never read."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def set(
+        self,
+        name: str,
+        value: str,
+        domains: Iterable[str] = (),
+        *,
+        header: str | None = None,
+        query: str | None = None,
+        basic: str | None = None,
+        template: str | None = None,
+        uses: Sequence[UseLike] | None = None,
+    ) -> SecretInfo:
+        """Make or change a secret. It is put into requests to `domains` alone: as
+        `Authorization: Bearer`, or as another `header`, a `query` parameter, the password of the
+        user `basic`, or in a header by a `template` with {secret} in it; `uses` says all of it,
+        also several. Takes hold at once. Raises InvalidRequest, TooLarge."""
+        if uses is None:
+            uses = core_ports.secret_uses(
+                domains, header=header, query=query, basic=basic, template=template
+            )
+        return self._transport.run(core_ports.set_secret(name, value, uses))
+
+    def delete(self, name: str) -> None:
+        """Remove a secret; no session has it from then on. Raises SecretNotFound."""
+        self._transport.run(core_ports.delete_secret(name))
+
+    def list(self) -> list[SecretInfo]:
+        """All secrets, without their values."""
+        return self._transport.run(core_ports.secrets())

@@ -184,8 +184,9 @@ class HttpClient:
         except SojournError as error:
             await self._refuse(error)
             again = self._http.our_state is h11.DONE
-        except h11.RemoteProtocolError as error:
-            await self._refuse(SojournError(f"what came is not HTTP: {error}"), 502)
+        except h11.ProtocolError as error:
+            # Also a switch of protocols that nobody asked for, or before the request's end.
+            await self._refuse(SojournError(f"what came from inside is not HTTP: {error}"), 502)
             again = False
         finally:
             self._answering = None
@@ -393,8 +394,6 @@ class HttpClient:
         self, inside: _Inside, answer: h11.InformationalResponse, headers: Headers
     ) -> None:
         """From here on another protocol is spoken: bytes."""
-        if self._http.their_state is not h11.MIGHT_SWITCH_PROTOCOL:
-            raise ConnectionError("a switch of protocols before the request's end, or unasked")
         protocol = requests.upgrade_of(list(answer.headers)) or b"unknown"
         headers += [(b"connection", b"upgrade"), (b"upgrade", protocol)]
         await self._send(h11.InformationalResponse(status_code=101, headers=headers))

@@ -192,7 +192,8 @@ def build(declared: Endpoint, service: SessionService, shutdown: Shutdown) -> HT
         return answer
 
     path = declared.path.replace("{process}", "{process:int}")
-    for name in ("ref", "operation", "snapshot", "turn", "token"):
+    path = path.replace("{port}", "{port:int}")
+    for name in ("ref", "operation", "snapshot", "turn", "token", "secret"):
         path = path.replace(f"{{{name}}}", f"{{{name}:str}}")
     return HTTPRouteHandler(
         path,

@@ -59,14 +59,21 @@ def _parameter(name: str, query: Query) -> dict[str, Any]:
     }
 
 
+_ABOUT = {
+    "ref": "Id or name of the session.",
+    "port": "The number of the port inside the session.",
+    "secret": "The secret's name.",
+}
+
+
 def _path_parameters(path: str) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
             "in": "path",
             "required": True,
-            "description": "Id or name of the session." if name == "ref" else f"The {name}'s id.",
-            "schema": {"type": "integer" if name == "process" else "string"},
+            "description": _ABOUT.get(name, f"The {name}'s id."),
+            "schema": {"type": "integer" if name in ("process", "port") else "string"},
         }
         for name in re.findall(r"\{(\w+)\}", path)
     ]

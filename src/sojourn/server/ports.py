@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import builtins
 import contextlib
 import hashlib
 import ipaddress
@@ -19,7 +20,7 @@ import re
 import secrets as random
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -39,7 +40,8 @@ from sojourn.gateway.port_requests import host_label, path_prefix
 from sojourn.model import Session, SessionState
 from sojourn.model.ports import ExposedPort, PortKind
 from sojourn.server.base import Principal
-from sojourn.server.registry import Registry
+from sojourn.server.networks import Networks
+from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.secrets import Secrets
 from sojourn.wire.api import ExposePort, PortInfo
 
@@ -103,7 +105,7 @@ class Ports:
         secrets: Secrets,
         data: Path,
         settings: PortSettings,
-        need_gateway: Callable[[], Awaitable[None]],
+        networks: Networks,
     ) -> None:
         self._database = database
         self._registry = registry
@@ -111,7 +113,7 @@ class Ports:
         self._data = data
         self._domain = settings.domain
         self._host, self._port = settings.split()
-        self._need_gateway = need_gateway
+        self._networks = networks
         self._exposed: dict[str, dict[int, ExposedPort]] = {}
         self._tokens: dict[str, str] = {}  # by id; of those that are not public
         self._sockets: dict[str, socket.socket] = {}  # "" is the one that all HTTP ports share
@@ -132,7 +134,10 @@ class Ports:
         if missing:
             self._again = asyncio.create_task(self._listen_again(), name="exposed ports")
         if self._exposed:
-            await self._need_gateway()
+            try:
+                await self._networks.gateway.need()
+            except SojournError as error:
+                log.error("exposed ports are not served for now: %s", error)
 
     async def close(self) -> None:
         """Serve nothing more. Idempotent."""
@@ -222,7 +227,7 @@ class Ports:
         if self._channel is not None:
             self._channel.send(message)
 
-    def _told(self, message: channel.Message, descriptors: list[int]) -> None:
+    def _told(self, message: channel.Message, descriptors: builtins.list[int]) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         self._received(message)
@@ -281,7 +286,8 @@ class Ports:
         Raises InvalidRequest, SessionNotFound, Conflict (it is exposed otherwise), QuotaExceeded,
         HostUnfit (nothing can be listened on), Unreachable (no gateway)."""
         sources = check_port(request)
-        session = (await self._registry.find(who.tenant, ref)).session
+        active = await self._registry.find(who.tenant, ref)
+        session = active.session
         async with self._changing:
             known = self._exposed.get(session.id, {})
             there = known.get(request.port)
@@ -298,11 +304,20 @@ class Ports:
                 raise QuotaExceeded(
                     f"session {session.id} exposes {MAX_PORTS} ports", next_step="Unexpose one."
                 )
-            await self._need_gateway()
-            return self._info(await self._expose(who, session, request, sources))
+            await self._networks.gateway.need()
+            port = await self._expose(session, request, sources)
+        await self._note(who, session, "port.exposed", port)
+        await self._apply(active)
+        return self._info(port)
+
+    async def _apply(self, active: ActiveSession) -> None:
+        """Have a sandbox served that was not, or no longer."""
+        if active.session.live:
+            async with active.gate.closed("exposed ports"):
+                await self._networks.apply(active)
 
     async def _expose(
-        self, who: Principal, session: Session, request: ExposePort, sources: list[str]
+        self, session: Session, request: ExposePort, sources: builtins.list[str]
     ) -> ExposedPort:
         id = f"{session.id}:{request.port}"
         token = sealed = ""
@@ -346,10 +361,9 @@ class Ports:
             self._tokens[id] = token
         self._exposed.setdefault(session.id, {})[port.port] = port
         self._send(port)
-        await self._note(who, session, "port.exposed", port)
         return port
 
-    async def list(self, who: Principal, ref: str) -> list[PortInfo]:
+    async def list(self, who: Principal, ref: str) -> builtins.list[PortInfo]:
         """The exposed ports of a session."""
         session = (await self._registry.find(who.tenant, ref)).session
         found = self._exposed.get(session.id, {})
@@ -357,7 +371,8 @@ class Ports:
 
     async def unexpose(self, who: Principal, ref: str, number: int) -> None:
         """Expose a port no longer; its open connections end. Raises PortNotFound."""
-        session = (await self._registry.find(who.tenant, ref)).session
+        active = await self._registry.find(who.tenant, ref)
+        session = active.session
         async with self._changing:
             port = self._exposed.get(session.id, {}).get(number)
             if port is None:
@@ -369,6 +384,7 @@ class Ports:
                 self._exposed.pop(session.id, None)
             self._withdraw(port)
         await self._note(who, session, "port.unexposed", port)
+        await self._apply(active)
 
     async def _note(self, who: Principal, session: Session, kind: str, port: ExposedPort) -> None:
         await self._database.append_event(

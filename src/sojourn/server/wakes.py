@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Awaitable, Callable
 
 from sojourn.database.base import Database
 from sojourn.errors import (
@@ -45,20 +44,15 @@ _AGAIN_SECONDS = 0.05
 # What requests changed is looked for when they pause, and while they do not, so often.
 _LOOK_SECONDS = 10.0
 
-Reach = Callable[[ActiveSession, Sandbox], Awaitable[None]]
-
 
 class Wakes:
-    """Answers the gateway's dials. `reach` makes sure that a sandbox is served by the gateway."""
+    """Answers the gateway's dials."""
 
-    def __init__(
-        self, database: Database, ports: Ports, registry: Registry, turns: Turns, reach: Reach
-    ) -> None:
+    def __init__(self, database: Database, ports: Ports, registry: Registry, turns: Turns) -> None:
         self._database = database
         self._ports = ports
         self._registry = registry
         self._turns = turns
-        self._reach = reach
         self._dials: dict[int, asyncio.Task[None]] = {}
         self._looked: dict[str, float] = {}
         self._locks: weakref.WeakValueDictionary[tuple[str, int], asyncio.Lock] = (
@@ -115,7 +109,6 @@ class Wakes:
                     active, sandbox = await self._turns.running(who, port.session, beside=True)
                     active.calls += 1
                     try:
-                        await self._reach(active, sandbox)
                         await self._connect(sandbox, token, port.port)
                         return
                     except (Interrupted, SandboxLost) as error:
