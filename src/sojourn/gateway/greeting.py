@@ -1,7 +1,7 @@
 """The first message of a TLS connection, read for the name it asks for.
 
-Guarantee: reading stays within the bytes given and their bound; a greeting that could be read in two
-ways (two names, a length that does not fit) is refused.
+Guarantee: reading stays within the bytes given and their bound; a greeting that could be read in
+two ways (two names, a length that does not fit) is refused.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _refuse(rule: str, reason: str) -> Verdict:
 
 
 def judge_host(policy: NetworkPolicy, host: Host, port: int) -> Verdict:
-    """Whether a policy lets a session reach a host at a port, as far as its name or address says."""
+    """Whether a policy lets a session reach a host at a port, by its name or address alone."""
     if policy.mode is NetworkMode.NONE:
         return _refuse("network-none", "the session has no network")
     if host.address is not None:

@@ -1,0 +1,670 @@
+"""HTTP/1.1 between a session and the outside: read whole heads, judged, and written anew.
+
+Guarantee: what goes out was built here from what was understood, so no request hides in another.
+Each request is judged by itself and goes where its own host says. Bodies stream in both directions;
+one that does not move holds up nothing but itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import zlib
+from collections.abc import Sequence
+from http import HTTPStatus
+
+import h11
+import msgspec
+
+from sojourn.gateway.answers import Refused, denied, malformed, render, unreached
+from sojourn.gateway.names import Host, HostRefused, read_authority
+from sojourn.gateway.records import NotRecorded, Record, idempotent
+from sojourn.gateway.rules import Verdict, judge_request
+from sojourn.gateway.scopes import Denied, Ground, Scope, Unreached
+from sojourn.gateway.secrets import Headers, Placed, place
+from sojourn.gateway.splicing import splice
+from sojourn.gateway.streams import Connection, Reset, Stream
+
+HEAD_BYTES = 64 << 10
+HEAD_SECONDS = 30
+_DRAIN_SECONDS = 5
+_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authorization",
+        b"proxy-authenticate",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# Cannot stand in a trailer: they would change how the message is read.
+_NOT_IN_TRAILERS = _HOP | {b"host", b"content-length", b"content-encoding", b"authorization"}
+_BODYLESS = (204, 304)
+Event = (
+    h11.Request
+    | h11.Response
+    | h11.InformationalResponse
+    | h11.Data
+    | h11.EndOfMessage
+    | h11.ConnectionClosed
+)
+
+
+class Way(msgspec.Struct, frozen=True):
+    """What is known of a connection before its first request: the host it was opened to (None: an
+    HTTP proxy is spoken to), and whether TLS was opened on it, for which name; `mismatch`: that
+    name is not the host's, and every request is told so."""
+
+    said: Host | None
+    port: int
+    tls: bool = False
+    tls_name: str | None = None
+    mismatch: Verdict | None = None
+
+
+class Tunnelled(msgspec.Struct, frozen=True):
+    """A proxy's CONNECT was granted: the stream is now one to this host."""
+
+    host: Host
+    port: int
+
+
+class _Upstream:
+    """A connection outside that requests of one guest connection go over, one after another."""
+
+    def __init__(self, key: tuple[Host, int, bool], connection: Connection, rule: str) -> None:
+        self.key, self.connection, self.rule = key, connection, rule
+        self.http = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES)
+        self.used = False
+
+    @property
+    def fresh(self) -> bool:
+        """Whether another request may go over it."""
+        return (
+            self.http.our_state is h11.IDLE and not self.connection.over and self.connection.quiet
+        )
+
+
+class Exchanges:
+    """The requests of one connection from a session."""
+
+    def __init__(self, guest: Stream, scope: Scope, way: Way, ground: Ground) -> None:
+        self._guest, self._scope, self._way, self._ground = guest, scope, way, ground
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
+        self._upstream: _Upstream | None = None
+        self._json = False
+
+    async def serve(self) -> Tunnelled | None:
+        """Until the connection ends, or becomes a tunnel."""
+        try:
+            while True:
+                try:
+                    granted = await self._exchange()
+                except Refused as refused:
+                    await self._refuse(refused)
+                    granted = None
+                if granted is not None:
+                    return granted
+                if not self._again():
+                    await self._finish()
+                    return None
+        except (ConnectionError, TimeoutError):
+            self._guest.reset()
+            return None
+        finally:
+            if self._upstream is not None:
+                self._upstream.connection.close()
+
+    def _again(self) -> bool:
+        """Whether another request may follow."""
+        if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+            return False
+        self._http.start_next_cycle()
+        return True
+
+    async def _finish(self) -> None:
+        await self._guest.end()
+        # What the program still sends is read for a while: closing on it would reset the answer.
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                while await self._guest.read():
+                    pass
+
+    async def _exchange(self) -> Tunnelled | None:
+        request = await self._head()
+        if request is None:
+            return None
+        self._json = any(b"json" in value for key, value in request.headers if key == b"accept")
+        if request.method == b"CONNECT":
+            return await self._connect(request)
+        if self._way.mismatch is not None:
+            raise denied(self._way.mismatch)
+        host, port, target, said = self._authority(request)
+        verdict = self._scope.judge(host, port)
+        if not verdict.allowed:
+            raise denied(verdict)
+        self._count()
+        upgrade = _wants_websocket(request)
+        placed = place(
+            self._scope.granted, host.name, self._way.tls, target, _outgoing(request.headers)
+        )
+        if placed.scrubber is not None and upgrade:
+            # A compressed stream cannot be searched for values.
+            placed.headers = [
+                pair for pair in placed.headers if pair[0].lower() != b"sec-websocket-extensions"
+            ]
+        method = request.method.decode("ascii")
+        record = self._scope.recorder.new(
+            kind="websocket" if upgrade else "http",
+            method=method,
+            scheme="https" if self._way.tls else "http",
+            host=str(host),
+            port=port,
+            path=target.partition(b"?")[0].decode("ascii", "replace"),
+            rule=verdict.rule,
+            secrets_used=placed.names,
+        )
+        out = self._outgoing_head(request, said, placed, upgrade)
+        await self._send(out, host, port, placed, record)
+        return None
+
+    async def _head(self) -> h11.Request | None:
+        """The next request's head. Raises Refused."""
+        try:
+            if self._http.trailing_data[0] == b"":
+                data = await self._guest.read()
+                if not data:
+                    return None
+                self._http.receive_data(data)
+            async with asyncio.timeout(HEAD_SECONDS):
+                event = await self._guest_event()
+        except TimeoutError:
+            raise malformed("a request's head did not arrive in time", 408) from None
+        if isinstance(event, h11.ConnectionClosed):
+            return None
+        assert isinstance(event, h11.Request)
+        return event
+
+    async def _guest_event(self) -> Event:
+        while True:
+            try:
+                event = self._http.next_event()
+            except h11.RemoteProtocolError as error:
+                raise malformed(str(error), error.error_status_hint) from None
+            if event is h11.NEED_DATA:
+                self._http.receive_data(await self._guest.read())
+            elif event is h11.PAUSED:
+                raise Reset("bytes follow where none may")
+            else:
+                assert isinstance(event, Event)
+                return event
+
+    async def _connect(self, request: h11.Request) -> Tunnelled:
+        if self._way.said is not None:
+            raise malformed("this connection is no proxy's", 405)
+        try:
+            host, port = read_authority(request.target, 0)
+        except HostRefused as error:
+            raise malformed(str(error)) from error
+        if port == 0:
+            raise malformed("CONNECT needs a port")
+        verdict = self._scope.judge(host, port)
+        if not verdict.allowed:
+            raise denied(verdict)
+        while not isinstance(await self._guest_event(), h11.EndOfMessage):
+            pass
+        answer = self._http.send(h11.Response(status_code=200, headers=[], reason=b"OK"))
+        assert answer is not None
+        await self._guest.write(answer)
+        self._guest.unread(self._http.trailing_data[0])
+        return Tunnelled(host, port)
+
+    def _authority(self, request: h11.Request) -> tuple[Host, int, bytes, bytes]:
+        """Where a request goes, its target there, and the host it names. Raises Refused."""
+        way = self._way
+        hosts = [value for key, value in request.headers if key == b"host"]
+        if len(hosts) > 1:
+            raise malformed("a request names two hosts")
+        if sum(key in (b"content-length", b"transfer-encoding") for key, _ in request.headers) > 1:
+            raise malformed("a request has two lengths")
+        target = request.target
+        default = 443 if way.tls else 80
+        try:
+            named = None
+            if target.startswith(b"/") or target == b"*":
+                if way.said is None:
+                    raise malformed("a proxy needs the whole address of a request")
+            else:
+                named, target = _absolute(target, way.tls)
+            if way.said is not None:
+                default = way.port if named is None else default
+            if hosts:
+                said = read_authority(hosts[0], default)
+            elif named is not None:
+                said = read_authority(named, default)
+            elif way.said is not None:
+                said = (way.said, way.port)
+            else:
+                raise malformed("a request names no host")
+            if named is not None and read_authority(named, default) != said:
+                raise malformed("a request names two hosts")
+        except HostRefused as error:
+            raise Refused(
+                403,
+                "network_denied",
+                str(error),
+                "Name the host plainly.",
+                rule="host-spelling",
+            ) from error
+        host, port = said
+        header = _host_header(host, port, way.tls)
+        if way.said is None:
+            return host, port, target, header
+        return self._agreed(way.said, host, port), way.port, target, header
+
+    def _agreed(self, said: Host, host: Host, port: int) -> Host:
+        """Which of the connection's host and the request's is gone to; they agree, or the
+        connection was opened to a bare address."""
+        way = self._way
+        if said.address is not None and port == way.port and host != said:
+            if self._scope.judge(said, port).allowed:
+                return said
+            return host
+        refused = judge_request(said, way.port, host, port)
+        if refused is not None:
+            raise denied(refused)
+        return host
+
+    def _count(self) -> None:
+        wait = self._scope.rate.take()
+        if wait > 0:
+            raise Refused(
+                429,
+                "quota_exceeded",
+                "the session has made as many requests as it may in a minute",
+                "Wait as long as Retry-After says.",
+                rule="requests-per-minute",
+                retry_after=int(wait) + 1,
+            )
+
+    async def _reach(self, host: Host, port: int) -> _Upstream:
+        key = (host, port, self._way.tls)
+        upstream = self._upstream
+        if upstream is not None:
+            if upstream.key == key and upstream.fresh:
+                upstream.used = True
+                return upstream
+            upstream.connection.close()
+            self._upstream = None
+        tls_name = None
+        if self._way.tls:
+            tls_name = host.name or self._way.tls_name or str(host)
+        try:
+            reached = await self._scope.reach(host, port, tls_name)
+        except Denied as error:
+            raise denied(error.verdict) from error
+        except Unreached as error:
+            raise unreached(error.reason) from error
+        self._upstream = _Upstream(key, reached.connection, reached.verdict.rule)
+        self._ground.host, self._ground.port = host, port
+        self._ground.addresses = reached.addresses
+        return self._upstream
+
+    async def _send(
+        self, head: h11.Request, host: Host, port: int, placed: Placed, record: Record
+    ) -> None:
+        repeatable = idempotent(head.method.decode()) and not _has_body(head)
+        try:
+            # The record and the connection are made at the same time: each takes a while.
+            recorded, reached = await asyncio.gather(
+                record.begin(), self._reach(host, port), return_exceptions=True
+            )
+            for outcome in (recorded, reached):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+            assert isinstance(reached, _Upstream)
+            try:
+                await self._run(head, reached, placed, record)
+            except Refused:
+                if not (repeatable and reached.used):
+                    raise
+                # A connection that was kept open may end just when it is used again.
+                await self._run(head, await self._reach(host, port), placed, record)
+            record.end("done")
+        except NotRecorded:
+            record.end("failed")
+            raise Refused(
+                503,
+                "not_recorded",
+                "the request could not be put on record, so it was not sent",
+                "Try again in a moment.",
+            ) from None
+        except BaseException:
+            record.end("failed")
+            raise
+
+    async def _run(
+        self, head: h11.Request, upstream: _Upstream, placed: Placed, record: Record
+    ) -> None:
+        http = upstream.http
+        try:
+            await _Exchange(self._guest, self._http, upstream, placed, record).run(head)
+        finally:
+            if http.our_state is h11.DONE and http.their_state is h11.DONE:
+                http.start_next_cycle()
+            else:
+                if http.our_state is h11.SWITCHED_PROTOCOL or http.their_state is h11.CLOSED:
+                    upstream.connection.close()
+                else:
+                    upstream.connection.reset()
+                self._upstream = None
+
+    def _outgoing_head(
+        self, request: h11.Request, host: bytes, placed: Placed, upgrade: bool
+    ) -> h11.Request:
+        headers = [(b"host", host), *placed.headers]
+        if upgrade:
+            headers += [(b"connection", b"Upgrade"), (b"upgrade", b"websocket")]
+        try:
+            return h11.Request(method=request.method, target=placed.target, headers=headers)
+        except h11.LocalProtocolError:
+            # Its text would hold the header, and with it a secret.
+            raise unreached("a secret's value cannot stand in a request") from None
+
+    async def _refuse(self, refused: Refused) -> None:
+        """Answer in the gateway's own name."""
+        if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            raise Reset("an answer was under way") from refused
+        headers, body = render(refused, json=self._json)
+        if self._http.their_state is h11.SEND_BODY:
+            # A request without a body is over: its connection may go on.
+            try:
+                over = isinstance(self._http.next_event(), h11.EndOfMessage)
+            except h11.RemoteProtocolError:
+                over = False
+            if not over:
+                headers.append((b"connection", b"close"))
+        reason = HTTPStatus(refused.status).phrase.encode()
+        answer = h11.Response(status_code=refused.status, headers=headers, reason=reason)
+        out = self._http.send(answer) or b""
+        out += self._http.send(h11.Data(data=body)) or b""
+        out += self._http.send(h11.EndOfMessage()) or b""
+        await self._guest.write(out)
+
+
+class _Exchange:
+    """One request and its answer, once it may leave."""
+
+    def __init__(
+        self,
+        guest: Stream,
+        guest_http: h11.Connection,
+        upstream: _Upstream,
+        placed: Placed,
+        record: Record,
+    ) -> None:
+        self._guest, self._guest_http = guest, guest_http
+        self._outside, self._outside_http = upstream.connection, upstream.http
+        self._scrubber = placed.scrubber
+        self._record = record
+        self._answered = False
+        self._method = b""
+
+    async def run(self, head: h11.Request) -> None:
+        """Raises Refused while nothing was answered yet, else ConnectionError."""
+        self._method = head.method
+        sending = asyncio.ensure_future(self._send(head))
+        try:
+            await self._answer(sending)
+        except (ConnectionError, TimeoutError, h11.RemoteProtocolError) as error:
+            if self._answered:
+                # What has been passed on must not look whole.
+                raise Reset("the answer broke off") from None
+            raise Refused(
+                502,
+                "upstream_failed",
+                _why(error),
+                "Try again if the request may be repeated.",
+            ) from None
+        finally:
+            if not sending.done():
+                sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def _send(self, head: h11.Request) -> None:
+        try:
+            await self._write_outside(self._outside_http.send(head))
+            while True:
+                event = await self._next(self._guest_http, self._guest)
+                if isinstance(event, h11.Data):
+                    self._record.request_bytes += len(event.data)
+                    await self._write_outside(self._outside_http.send(event))
+                elif isinstance(event, h11.EndOfMessage):
+                    headers = [
+                        pair for pair in event.headers if pair[0].lower() not in _NOT_IN_TRAILERS
+                    ]
+                    end = h11.EndOfMessage(headers=headers)
+                    await self._write_outside(self._outside_http.send(end))
+                    return
+                else:
+                    raise Reset("the request broke off")
+        except (ConnectionError, TimeoutError, h11.ProtocolError):
+            # The server may have answered before it took all, so the answer is waited for; a
+            # request that breaks off on this side is not to look whole on the other.
+            if self._guest_http.their_state is not h11.DONE and not self._outside.over:
+                self._outside.reset()
+
+    async def _write_outside(self, data: bytes | None) -> None:
+        if data:
+            await self._outside.write(data)
+
+    async def _answer(self, sending: asyncio.Future[None]) -> None:
+        while True:
+            event = await self._next(self._outside_http, self._outside)
+            if isinstance(event, h11.InformationalResponse):
+                if event.status_code == 101:
+                    await sending
+                    await self._switch(event)
+                    return
+                if self._guest_http.their_http_version != b"1.0":
+                    await self._write_guest(
+                        h11.InformationalResponse(
+                            status_code=event.status_code, headers=self._incoming(event.headers)
+                        )
+                    )
+            elif isinstance(event, h11.Response):
+                await self._body(event)
+                return
+            else:
+                raise Reset("the server closed the connection without an answer")
+
+    async def _body(self, response: h11.Response) -> None:
+        self._record.status = response.status_code
+        scrubber = self._scrubber
+        headers = self._incoming(response.headers)
+        decoder = None
+        if scrubber is not None and not self._has_no_body(response):
+            headers, decoder = _searchable(headers)
+        self._answered = True
+        await self._write_guest(
+            h11.Response(
+                status_code=response.status_code,
+                headers=headers,
+                reason=self._clean(bytes(response.reason)),
+            )
+        )
+        while True:
+            event = await self._next(self._outside_http, self._outside)
+            if isinstance(event, h11.Data):
+                self._record.response_bytes += len(event.data)
+                for data in decoder.feed(bytes(event.data)) if decoder else (bytes(event.data),):
+                    cleaned = data if scrubber is None else scrubber.feed(data)
+                    if cleaned:
+                        await self._write_guest(h11.Data(data=cleaned))
+            elif isinstance(event, h11.EndOfMessage):
+                if decoder is not None:
+                    decoder.check_end()
+                rest = b"" if scrubber is None else scrubber.last()
+                if rest:
+                    await self._write_guest(h11.Data(data=rest))
+                trailers = [
+                    (key, self._clean(value))
+                    for key, value in event.headers
+                    if key.lower() not in _NOT_IN_TRAILERS
+                ]
+                await self._write_guest(h11.EndOfMessage(headers=trailers))
+                return
+            else:
+                raise Reset("the answer broke off")
+
+    async def _switch(self, event: h11.InformationalResponse) -> None:
+        self._record.status = 101
+        self._answered = True
+        headers = [
+            (key, self._clean(value)) for key, value in event.headers if key.lower() not in _HOP
+        ]
+        headers += [(b"connection", b"Upgrade"), (b"upgrade", b"websocket")]
+        await self._write_guest(h11.InformationalResponse(status_code=101, headers=headers))
+        self._guest.unread(self._guest_http.trailing_data[0])
+        self._outside.unread(self._outside_http.trailing_data[0])
+        await splice(self._guest, self._outside, self._record, self._scrubber)
+
+    def _has_no_body(self, response: h11.Response) -> bool:
+        return self._method == b"HEAD" or response.status_code in _BODYLESS
+
+    def _incoming(self, headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+        named = _named_by_connection(headers)
+        return [
+            (key, self._clean(value))
+            for key, value in headers
+            if key.lower() not in _HOP and key.lower() not in named
+        ]
+
+    def _clean(self, data: bytes) -> bytes:
+        return data if self._scrubber is None else self._scrubber.whole(data)
+
+    async def _write_guest(
+        self, event: h11.InformationalResponse | h11.Response | h11.Data | h11.EndOfMessage
+    ) -> None:
+        data = self._guest_http.send(event)
+        if data:
+            await self._guest.write(data)
+
+    @staticmethod
+    async def _next(http: h11.Connection, stream: Stream) -> Event:
+        while True:
+            event = http.next_event()
+            if event is h11.NEED_DATA:
+                http.receive_data(await stream.read())
+            elif event is h11.PAUSED:
+                raise Reset("bytes follow where none may")
+            else:
+                assert isinstance(event, Event)
+                return event
+
+
+class _Decoder:
+    """Opens a body that was compressed although it was asked not to be."""
+
+    def __init__(self, bits: int) -> None:
+        self._zlib = zlib.decompressobj(bits)
+
+    def feed(self, data: bytes) -> Sequence[bytes]:
+        """Pieces of at most 64 KiB, so that a small body that becomes a large one stays small."""
+        found = []
+        try:
+            while data:
+                found.append(self._zlib.decompress(data, 64 << 10))
+                data = self._zlib.unconsumed_tail
+        except zlib.error:
+            raise Reset("a compressed answer is damaged") from None
+        return found
+
+    def check_end(self) -> None:
+        """Raises Reset when it is not whole."""
+        if not self._zlib.eof:
+            raise Reset("a compressed answer is cut off")
+
+
+def _searchable(headers: Headers) -> tuple[Headers, _Decoder | None]:
+    """Headers of a body that will be searched and changed. Raises Refused."""
+    encodings = [value.strip().lower() for key, value in headers if key == b"content-encoding"]
+    decoder = None
+    if encodings and encodings != [b"identity"]:
+        if encodings in ([b"gzip"], [b"x-gzip"], [b"deflate"]):
+            decoder = _Decoder(zlib.MAX_WBITS | 32)
+        else:
+            raise unreached("the server compresses an answer that may hold a secret")
+    dropped = {b"content-length", b"content-encoding", b"content-md5", b"digest", b"repr-digest"}
+    return [pair for pair in headers if pair[0].lower() not in dropped], decoder
+
+
+def _outgoing(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+    """A request's headers without those of the connection they came on, and without its host."""
+    named = _named_by_connection(headers)
+    found = [
+        (key, value)
+        for key, value in headers
+        if key not in _HOP and key not in named and key != b"host"
+    ]
+    if any(key == b"transfer-encoding" for key, _ in headers):
+        found.append((b"transfer-encoding", b"chunked"))
+    return found
+
+
+def _named_by_connection(headers: Sequence[tuple[bytes, bytes]]) -> set[bytes]:
+    """Headers that speak of the connection. What frames a message or names its host cannot be
+    made to vanish this way."""
+    named = {
+        part.strip().lower()
+        for key, value in headers
+        if key.lower() == b"connection"
+        for part in value.split(b",")
+    }
+    return named - {b"content-length", b"host", b"authorization", b"expect"}
+
+
+def _host_header(host: Host, port: int, tls: bool) -> bytes:
+    text = f"[{host}]" if host.address is not None and host.address.version == 6 else str(host)
+    return (text if port == (443 if tls else 80) else f"{text}:{port}").encode()
+
+
+def _has_body(request: h11.Request) -> bool:
+    return any(
+        key == b"transfer-encoding" or (key == b"content-length" and value != b"0")
+        for key, value in request.headers
+    )
+
+
+def _wants_websocket(request: h11.Request) -> bool:
+    upgrades = [value.strip().lower() for key, value in request.headers if key == b"upgrade"]
+    return (
+        upgrades == [b"websocket"]
+        and request.method == b"GET"
+        and b"upgrade" in _named_by_connection(request.headers)
+    )
+
+
+def _absolute(target: bytes, tls: bool) -> tuple[bytes, bytes]:
+    """Authority and path of a whole address. Raises Refused."""
+    scheme, separator, rest = target.partition(b"://")
+    if not separator or scheme.lower() != (b"https" if tls else b"http"):
+        raise malformed("a request's target is no address that can be gone to here")
+    ends = [at for at in (rest.find(mark) for mark in (b"/", b"?", b"#")) if at >= 0]
+    end = min(ends, default=len(rest))
+    path = rest[end:].partition(b"#")[0]
+    if not path.startswith(b"/"):
+        path = b"/" + path
+    return rest[:end], path
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "the server sent nothing for too long"
+    if isinstance(error, h11.RemoteProtocolError):
+        return "the server's answer is no HTTP/1.1"
+    return str(error) or "the server closed the connection"

@@ -1,0 +1,486 @@
+"""The gateway's end of tunnels: one stream each, taken up again after a freeze.
+
+Guarantee: bytes of a parked tunnel are neither lost nor sent twice: both ends compare what they
+counted, and a tunnel where that differs is reset. What a sandbox sends is not trusted: garbage ends
+the tunnel it came on, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+from sojourn.gateway.streams import PIECE, WRITE_AHEAD, Incoming, Reset, Room
+from sojourn.wire.tunnels import (
+    HEADER,
+    MAX_BODY,
+    OPEN,
+    OPENED,
+    RESUME,
+    Frame,
+    Kind,
+    Refusal,
+    TunnelError,
+    frame,
+)
+
+log = logging.getLogger(__name__)
+
+_LONGEST_HOST = 1024
+_FIRST_FRAME_SECONDS = 10
+_PARKING_SECONDS = 5
+# What is taken beyond the usual bound while a freeze is prepared: what a socket may hold.
+_PARKING_ROOM = 160 << 10
+
+
+class Tunnel:
+    """One tunnel. It outlives the connections that carry it."""
+
+    def __init__(self, number: int, kind: Kind, host: bytes, port: int) -> None:
+        self.number, self.kind, self.host, self.port = number, kind, host, port
+        self.received = self.sent = 0
+        self._carrier: Carrier | None = None
+        self._attached = Room()
+        self._incoming = Incoming(self._hold, self._more)
+        self._ended = self._over = False
+        self._end_sent = self._accepted = False
+        self.finished: Callable[[Tunnel], None] | None = None
+        self.on_loss: Callable[[], object] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it has as much as it may hold unread."""
+        return self._incoming.held
+
+    @property
+    def unread_bytes(self) -> int:
+        """What has arrived and was not read."""
+        return self._incoming.size
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether no connection carries it."""
+        return self._carrier is None
+
+    @property
+    def over(self) -> bool:
+        """Whether it was reset, or closed in both directions."""
+        return self._over
+
+    def carried(self, carrier: Carrier) -> None:
+        """A connection carries it from now on."""
+        self._carrier = carrier
+        self._attached.free()
+        if self._ended and not self._end_sent:
+            self._send_end()
+        if not self._incoming.held:
+            carrier.more()
+
+    def parked(self) -> None:
+        """No connection carries it for now."""
+        self._carrier = None
+        self._attached.full()
+
+    def fed(self, data: bytes) -> None:
+        """Data came from inside."""
+        if self._incoming.over:
+            raise TunnelError("data after the end")
+        self.received += len(data)
+        if data:
+            self._incoming.feed(data)
+
+    def fed_end(self) -> None:
+        """The end came from inside."""
+        self._incoming.end()
+
+    def lost(self, why: str) -> None:
+        """It is over, from inside or because its connection broke."""
+        if not self._over:
+            self._over = True
+            error = Reset(why)
+            if not self._incoming.over:
+                # What arrived before its end is whole, and may still be read.
+                self._incoming.fail(error)
+            self._attached.fail(error)
+            self._carrier = None
+            if self.finished is not None:
+                self.finished(self)
+            if self.on_loss is not None:
+                self.on_loss()
+
+    def broken(self) -> None:
+        """Its connection is closed without having been parked."""
+        if self._incoming.over and self._end_sent:
+            # All was said in both directions; what is unread stays.
+            self._carrier = None
+        else:
+            self.lost("the tunnel's connection broke")
+
+    def resumed(self, carrier: Carrier) -> None:
+        """It was taken up again."""
+        self._accepted = True
+        carrier.send(Frame.OPENED, OPENED.pack(self.received))
+        self.carried(carrier)
+        if self.held:
+            carrier.hold()
+
+    async def accept(self) -> None:
+        """Say that the tunnel stands. Raises Reset when it does not any more."""
+        while not self._accepted:
+            await self._attached.wait()
+            carrier = self._carrier
+            if carrier is None:
+                raise Reset("the tunnel is closed")
+            if carrier.leaving:
+                await carrier.gone.wait()
+                continue
+            self._accepted = True
+            carrier.send(Frame.OPENED, OPENED.pack(0))
+
+    def refuse(self, reason: Refusal) -> None:
+        """Say why there is none."""
+        carrier = self._carrier
+        if carrier is not None:
+            carrier.refuse(reason)
+        self.lost("refused")
+
+    async def read(self) -> bytes:
+        return await self._incoming.read()
+
+    def unread(self, data: bytes) -> None:
+        self._incoming.unread(data)
+
+    async def write(self, data: bytes) -> None:
+        for at in range(0, len(data), MAX_BODY):
+            piece = data[at : at + MAX_BODY]
+            while True:
+                await self._attached.wait()
+                carrier = self._carrier
+                if carrier is None:
+                    raise Reset("the tunnel is closed")
+                if not carrier.leaving:
+                    break
+                await carrier.gone.wait()
+            if self._ended:
+                raise Reset("the tunnel was ended")
+            carrier.send(Frame.DATA, piece)
+            self.sent += len(piece)
+            await carrier.room_or_gone()
+
+    async def end(self) -> None:
+        if self._ended:
+            return
+        self._attached.check()
+        self._ended = True
+        if self._carrier is not None and not self._carrier.leaving:
+            self._send_end()
+
+    def reset(self) -> None:
+        if self._over:
+            return
+        carrier = self._carrier
+        if carrier is not None and not carrier.leaving:
+            carrier.send(Frame.RESET)
+            carrier.close()
+        self.lost("the tunnel was reset")
+
+    def _send_end(self) -> None:
+        assert self._carrier is not None
+        self._end_sent = True
+        self._carrier.send(Frame.END)
+
+    def close(self) -> None:
+        """Nobody serves it any more. Where both directions have ended, its connection is let go;
+        else it is reset."""
+        if self._over:
+            return
+        carrier = self._carrier
+        if not (self._end_sent and self._incoming.over):
+            self.reset()
+            return
+        if carrier is not None:
+            carrier.close()
+        self.lost("the tunnel is closed")
+
+    def _hold(self) -> None:
+        if self._carrier is not None:
+            self._carrier.hold()
+
+    def _more(self) -> None:
+        if self._carrier is not None:
+            self._carrier.more()
+
+
+class Carriers:
+    """What the connections of one sandbox share: its tunnels by number, and who serves them."""
+
+    def __init__(
+        self,
+        opened: Callable[[Tunnel], Awaitable[None]],
+        most: int,
+    ) -> None:
+        self.tunnels: dict[int, Tunnel] = {}
+        self.connections: set[Carrier] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.most = most
+        self._opened = opened
+
+    def protocol(self) -> Carrier:
+        """For a new connection."""
+        return Carrier(self)
+
+    def open(self, tunnel: Tunnel) -> None:
+        """A tunnel begins."""
+        self.tunnels[tunnel.number] = tunnel
+        tunnel.finished = self._finished
+        task = asyncio.get_running_loop().create_task(self._serve(tunnel))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        # Who waits for something else meanwhile learns of its loss by this.
+        tunnel.on_loss = task.cancel
+
+    def about_to_freeze(self) -> None:
+        """One tunnel is being parked, so all will be: read on until their last frames, also those
+        that have enough, or their senders could not say that they are done."""
+        for carrier in list(self.connections):
+            carrier.prepare()
+
+    def close(self) -> None:
+        """The sandbox is gone."""
+        for tunnel in list(self.tunnels.values()):
+            tunnel.reset()
+        for carrier in list(self.connections):
+            carrier.close()
+        for task in list(self.tasks):
+            task.cancel()
+
+    async def _serve(self, tunnel: Tunnel) -> None:
+        try:
+            await self._opened(tunnel)
+        except ConnectionError:
+            tunnel.on_loss = None
+            tunnel.reset()
+        finally:
+            # Whatever happened, no tunnel stays that nobody serves; when both ends have ended
+            # nothing is lost by this.
+            tunnel.on_loss = None
+            if not tunnel.over:
+                tunnel.close()
+            self._finished(tunnel)
+
+    def _finished(self, tunnel: Tunnel) -> None:
+        if self.tunnels.get(tunnel.number) is tunnel:
+            del self.tunnels[tunnel.number]
+
+
+class Carrier(asyncio.BufferedProtocol):
+    """One connection from inside."""
+
+    _scratch = bytearray(PIECE + HEADER.size)
+
+    def __init__(self, owner: Carriers) -> None:
+        self._owner = owner
+        self._transport: asyncio.Transport | None = None
+        self._pending = bytearray()
+        self._tunnel: Tunnel | None = None
+        self._first: asyncio.TimerHandle | None = None
+        self._parking = False
+        self._detached_by_peer = False
+        self.room = Room()
+        self.gone = asyncio.Event()
+        self.leaving = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
+        self._transport = transport
+        transport.set_write_buffer_limits(high=WRITE_AHEAD)
+        if len(self._owner.connections) >= self._owner.most + 16:
+            transport.abort()
+            return
+        self._owner.connections.add(self)
+        self._first = asyncio.get_running_loop().call_later(_FIRST_FRAME_SECONDS, self.close)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._pending += memoryview(self._scratch)[:nbytes]
+        try:
+            self._take()
+        except TunnelError as error:
+            log.warning("a sandbox broke the protocol of tunnels: %s", error)
+            self._abort("the protocol was broken")
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._first is not None:
+            self._first.cancel()
+        self._owner.connections.discard(self)
+        tunnel, self._tunnel = self._tunnel, None
+        self.gone.set()
+        self.room.fail(Reset("the tunnel's connection is closed"))
+        if tunnel is None:
+            return
+        if self.leaving and self._detached_by_peer:
+            tunnel.parked()
+        else:
+            tunnel.broken()
+
+    def pause_writing(self) -> None:
+        self.room.full()
+
+    def resume_writing(self) -> None:
+        self.room.free()
+
+    async def room_or_gone(self) -> None:
+        """Until there is room, or the connection was let go in order (then what was sent is
+        counted)."""
+        try:
+            await self.room.wait()
+        except Reset:
+            if not self.leaving:
+                raise
+
+    def send(self, kind: Frame, body: bytes = b"") -> None:
+        """Queue a frame."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(kind, body))
+
+    def refuse(self, reason: Refusal) -> None:
+        """The answer to the first frame; then the connection ends."""
+        self.send(Frame.REFUSED, bytes((reason,)))
+        self.close()
+
+    def close(self) -> None:
+        """Let go when what was queued is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def hold(self) -> None:
+        """Read no more for now."""
+        if not self._parking and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def more(self) -> None:
+        """Read on."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def prepare(self) -> None:
+        """A freeze is coming."""
+        if self._parking or self._tunnel is None:
+            return
+        self._parking = True
+        self.more()
+        asyncio.get_running_loop().call_later(_PARKING_SECONDS, self._prepared_in_vain)
+
+    def _prepared_in_vain(self) -> None:
+        self._parking = False
+        if self._tunnel is not None and self._tunnel.held:
+            self.hold()
+
+    def _abort(self, why: str) -> None:
+        tunnel, self._tunnel = self._tunnel, None
+        if tunnel is not None:
+            tunnel.lost(why)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _take(self) -> None:
+        at = 0
+        pending = self._pending
+        while len(pending) - at >= HEADER.size:
+            length, kind = HEADER.unpack_from(pending, at)
+            if length > MAX_BODY:
+                raise TunnelError(f"a frame of {length} bytes")
+            if len(pending) - at - HEADER.size < length:
+                break
+            body = bytes(memoryview(pending)[at + HEADER.size : at + HEADER.size + length])
+            at += HEADER.size + length
+            self._frame(kind, body)
+            if self._transport is None or self._transport.is_closing():
+                return
+        del pending[:at]
+
+    def _frame(self, kind: int, body: bytes) -> None:
+        if self._detached_by_peer:
+            raise TunnelError("a frame after the last one")
+        tunnel = self._tunnel
+        if tunnel is None:
+            self._begin(kind, body)
+        elif kind == Frame.DATA:
+            if self._parking and tunnel.unread_bytes > _PARKING_ROOM:
+                raise TunnelError("more data than a socket holds before a freeze")
+            tunnel.fed(body)
+        elif kind == Frame.END:
+            tunnel.fed_end()
+        elif kind == Frame.RESET:
+            self._abort("the program inside reset its connection")
+        elif kind == Frame.DETACH:
+            self._park()
+        else:
+            raise TunnelError(f"frame {kind} on an open tunnel")
+
+    def _begin(self, kind: int, body: bytes) -> None:
+        if self._first is not None:
+            self._first.cancel()
+            self._first = None
+        if kind == Frame.OPEN:
+            self._open(body)
+        elif kind == Frame.RESUME:
+            self._resume(body)
+        elif kind == Frame.DETACH:
+            self._owner.about_to_freeze()
+            self.send(Frame.DETACH)
+            self.close()
+        else:
+            raise TunnelError(f"frame {kind} comes first")
+
+    def _open(self, body: bytes) -> None:
+        if len(body) < OPEN.size:
+            raise TunnelError("a frame ends within a field")
+        number, kind, port, length = OPEN.unpack_from(body)
+        host = body[OPEN.size :]
+        if len(host) != length or length > _LONGEST_HOST or kind not in _KINDS:
+            raise TunnelError("a frame's fields do not fit")
+        if number in self._owner.tunnels:
+            raise TunnelError(f"tunnel {number} is open already")
+        if len(self._owner.tunnels) >= self._owner.most:
+            self.refuse(Refusal.QUOTA)
+            return
+        self._tunnel = Tunnel(number, Kind(kind), host, port)
+        self._tunnel.carried(self)
+        self._owner.open(self._tunnel)
+
+    def _resume(self, body: bytes) -> None:
+        if len(body) != RESUME.size:
+            raise TunnelError("a frame's fields do not fit")
+        number, received, sent = RESUME.unpack(body)
+        tunnel = self._owner.tunnels.get(number)
+        if tunnel is None or tunnel.over or not tunnel.is_parked:
+            self.refuse(Refusal.UNKNOWN)
+            return
+        if (received, sent) != (tunnel.sent, tunnel.received):
+            log.warning("tunnel %d was parked with other counts than it came back with", number)
+            tunnel.lost("bytes were lost in a freeze")
+            self.refuse(Refusal.UNKNOWN)
+            return
+        self._tunnel = tunnel
+        tunnel.resumed(self)
+
+    def _park(self) -> None:
+        """The last frame came: answer with the last one of this end, and wait for the close."""
+        self._detached_by_peer = True
+        self.leaving = True
+        # What a program inside had ended to send before is known; the end of this side is sent
+        # again only if it never was.
+        self.send(Frame.DETACH)
+        self._owner.about_to_freeze()
+        self.more()
+
+
+_KINDS = frozenset(int(kind) for kind in Kind)
