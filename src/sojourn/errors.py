@@ -7,12 +7,15 @@ that names the cause, and the next step. Codes never change meaning, so programs
     ├── InvalidRequest                   invalid_request        400
     │   ├── UnknownTemplate              unknown_template       400
     │   ├── PathInvalid                  path_invalid           400
+    │   ├── ImageInvalid                 image_invalid          400
+    │   ├── ContainerfileInvalid         containerfile_invalid  400
     │   └── ArchiveInvalid               archive_invalid        400
     ├── Unauthenticated                  unauthenticated        401
     ├── Forbidden                        forbidden              403
     ├── NotFound                         not_found              404
     │   ├── SessionNotFound              session_not_found      404
     │   ├── SnapshotNotFound             snapshot_not_found     404
+    │   ├── TemplateNotFound             template_not_found     404
     │   ├── ProcessNotFound              process_not_found      404
     │   ├── OperationNotFound            operation_not_found    404
     │   ├── ObjectMissing                object_missing         404
@@ -24,6 +27,7 @@ that names the cause, and the next step. Codes never change meaning, so programs
     │   ├── IdempotencyMismatch          idempotency_mismatch   409
     │   ├── SessionBusy                  session_busy           409
     │   ├── WrongState                   wrong_state            409
+    │   ├── EffectsInTheWay              effects_in_the_way     409
     │   ├── StaleEpoch                   stale_epoch            409
     │   └── FileConflict                 file_conflict          409
     ├── TooLarge                         too_large              413
@@ -41,11 +45,13 @@ that names the cause, and the next step. Codes never change meaning, so programs
     ├── StorageFull                      storage_full           507
     ├── Unsupported                      unsupported            501
     ├── HostUnfit                        host_unfit             500
+    ├── RegistryRefused                  registry_refused       502
     ├── StoreRefused                     store_refused          502
     ├── StoreKeyInvalid                  store_key_invalid      500
     ├── SecretsKeyInvalid                secrets_key_invalid    500
     ├── PortSilent                       port_silent            504
     └── Unreachable                      unreachable            503
+        ├── OutcomeUnknown               outcome_unknown        503
         └── StoreUnreachable             store_unreachable      503
 
 Exit codes of the `sojourn` command: those of the command for `exec` and `run`, else 100 to 125
@@ -111,6 +117,21 @@ class PathInvalid(InvalidRequest):
     default_next_step = "Give an absolute path inside the session."
 
 
+class ImageInvalid(InvalidRequest):
+    """An image is damaged, forged, of another machine, or asks for more than it may; nothing of it
+    was kept."""
+
+    code = "image_invalid"
+    default_next_step = "Check where the image comes from; fetch or build it again."
+
+
+class ContainerfileInvalid(InvalidRequest):
+    """A line of a Containerfile cannot be read or is not supported; details.line is its number."""
+
+    code = "containerfile_invalid"
+    default_next_step = "docs/templates.md lists what a Containerfile may say."
+
+
 class ArchiveInvalid(InvalidRequest):
     """An archive is damaged, forged, or asks for more than it may; nothing of it was kept."""
 
@@ -151,6 +172,13 @@ class SnapshotNotFound(NotFound):
 
     code = "snapshot_not_found"
     default_next_step = "`sojourn session history` lists the snapshots."
+
+
+class TemplateNotFound(NotFound):
+    """No template has this name, or no version of it this number."""
+
+    code = "template_not_found"
+    default_next_step = "`sojourn template ls` lists the templates."
 
 
 class ProcessNotFound(NotFound):
@@ -226,6 +254,17 @@ class WrongState(Conflict):
     """The session's state does not allow the verb."""
 
     code = "wrong_state"
+
+
+class EffectsInTheWay(Conflict):
+    """A rollback or fork would leave requests behind that cannot be taken back, and the session's
+    network policy refuses that; details.effects names them."""
+
+    code = "effects_in_the_way"
+    default_next_step = (
+        "Take back outside what has to be, then do it with force (`--force`); or set on_effects to"
+        " `list` in the session's network policy."
+    )
 
 
 class StaleEpoch(Conflict):
@@ -349,6 +388,13 @@ class HostUnfit(SojournError):
     default_next_step = "Run `sojourn doctor` and apply the cures it names."
 
 
+class RegistryRefused(SojournError):
+    """A registry of images refused a request, or answered what no registry answers."""
+
+    code, status, exit_code = "registry_refused", 502, 123
+    default_next_step = "Check the name of the image, and that you are logged in to the registry."
+
+
 class StoreRefused(SojournError):
     """The object store says no: credentials, rights, a bucket that is not there."""
 
@@ -382,6 +428,17 @@ class Unreachable(SojournError):
 
     code, status, exit_code = "unreachable", 503, 118
     default_next_step = "Start it with `sojourn up`, or check SOJOURN_URL."
+
+
+class OutcomeUnknown(Unreachable):
+    """The database went away while a change was committed and did not come back in time: the
+    change was made or it was not, and is not half made."""
+
+    code = "outcome_unknown"
+    default_next_step = (
+        "When the database answers again, look at what the change was about; the same request with"
+        " the same idempotency key takes effect once."
+    )
 
 
 class StoreUnreachable(Unreachable):

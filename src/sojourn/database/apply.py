@@ -28,7 +28,7 @@ from sojourn.errors import (
 )
 from sojourn.model.sessions import Session, SessionState
 
-_FIXED = {"id", "tenant", "created_at"}
+_FIXED = {"id", "tenant", "kind", "created_at"}
 _SNAPSHOT_CHANGES = {
     "label",
     "hidden",

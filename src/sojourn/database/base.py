@@ -36,7 +36,7 @@ from sojourn.database.records import (
 from sojourn.database.writes import AppendEvent, Write
 from sojourn.errors import ErrorBody
 from sojourn.model.ports import ExposedPort
-from sojourn.model.sessions import Session, SessionState
+from sojourn.model.sessions import Session, SessionKind, SessionState
 
 KEY_LIFETIME = 24 * 3600.0  # seconds an idempotency key is remembered
 
@@ -57,7 +57,11 @@ class Database(Protocol):
 
     # -- sessions ---------------------------------------------------------------------------
     async def get_session(self, tenant: str | None, id_or_name: str) -> Session:
-        """A live session by id or name. Raises SessionNotFound, also for deleted ones."""
+        """A live session by its name, or of whatever kind by its id. Raises SessionNotFound, also
+        for deleted ones."""
+
+    async def get_template(self, tenant: str, name: str) -> Session:
+        """The session that holds a template's versions. Raises TemplateNotFound."""
 
     async def list_sessions(
         self,
@@ -67,13 +71,14 @@ class Database(Protocol):
         labels: Mapping[str, str] | None = None,
         limit: int = 100,
         after: str | None = None,
+        kind: SessionKind | None = SessionKind.SESSION,
     ) -> SessionPage:
-        """Newest first, live ones unless `states` asks for deleted ones; all given labels must
+        """Newest first, of one kind or all, live ones unless `states` asks for deleted ones; all given labels must
         match. `after` is the `next` of the page before; sessions that come and go in between
         neither repeat nor hide others. Raises InvalidRequest for a bad cursor."""
 
     async def count_sessions(self, tenant: str | None = None) -> dict[SessionState, int]:
-        """How many sessions are in each state (every state is a key)."""
+        """How many sessions are in each state (every state is a key); templates are none."""
 
     # -- deadlines --------------------------------------------------------------------------
     def touch_idle(self, session: str, deadline: float) -> None:

@@ -46,10 +46,11 @@ from sojourn.errors import (
     InvalidRequest,
     OperationNotFound,
     SessionNotFound,
+    TemplateNotFound,
     SnapshotNotFound,
 )
 from sojourn.model.ids import new_id
-from sojourn.model.sessions import Session, SessionState
+from sojourn.model.sessions import Session, SessionKind, SessionState
 
 _LIVE = tuple(state for state in SessionState if state is not SessionState.DELETED)
 _POLL = 5.0  # seconds; only another process's events come without a notice
@@ -120,6 +121,12 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
             )
         return self._deadlines.seen(SESSIONS.read(rows[0]))
 
+    async def get_template(self, tenant: str, name: str) -> Session:
+        rows = await self._reader.lookup("find_template", {"tenant": tenant, "key": name})
+        if not rows:
+            raise TemplateNotFound(f"there is no template {name!r}", template=name)
+        return SESSIONS.read(rows[0])
+
     async def list_sessions(
         self,
         tenant: str | None,
@@ -128,6 +135,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
         labels: Mapping[str, str] | None = None,
         limit: int = 100,
         after: str | None = None,
+        kind: SessionKind | None = SessionKind.SESSION,
     ) -> SessionPage:
         if limit < 1:
             raise InvalidRequest("limit must be at least 1")
@@ -138,6 +146,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
                 "tenant": tenant,
                 "states": encode_json([str(state) for state in states or _LIVE]),
                 "labels": encode_json(dict(labels or {})),
+                "kind": None if kind is None else str(kind),
                 "after_time": after_time,
                 "after_id": after_id,
                 "limit": limit + 1,

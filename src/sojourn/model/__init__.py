@@ -1,7 +1,15 @@
 """Frozen values that every layer speaks in; no I/O happens here."""
 
 from sojourn.model.ids import derived_id, new_id
-from sojourn.model.sessions import AutoSnapshot, Limits, Policy, Retention, Session, SessionState
+from sojourn.model.sessions import (
+    AutoSnapshot,
+    Limits,
+    Policy,
+    Retention,
+    Session,
+    SessionKind,
+    SessionState,
+)
 from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotKind
 
 __all__ = [
@@ -12,6 +20,7 @@ __all__ = [
     "Policy",
     "Retention",
     "Session",
+    "SessionKind",
     "SessionState",
     "Snapshot",
     "SnapshotKind",

@@ -20,6 +20,14 @@ class SessionState(enum.StrEnum):
     DELETED = "deleted"
 
 
+class SessionKind(enum.StrEnum):
+    """What a session is kept for. The snapshots of a `template` one are a template's versions: it
+    never runs, and everything that holds for stored sessions holds for it."""
+
+    SESSION = "session"
+    TEMPLATE = "template"
+
+
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a session's sandbox may use.
 
@@ -113,6 +121,7 @@ class Session(msgspec.Struct, frozen=True):
     created_at: float
     updated_at: float
     network: NetworkPolicy = NetworkPolicy()
+    kind: SessionKind = SessionKind.SESSION
 
     @property
     def live(self) -> bool:

@@ -40,15 +40,35 @@ class MemoryRef(msgspec.Struct, frozen=True):
     cpu: list[str]
 
 
-class SnapshotConfig(msgspec.Struct, frozen=True):
+class ImageConfig(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a template's version comes from, and what its image says of itself beyond environment,
+    user and directory. `source` is what was asked for, `digest` that of the image's manifest.
+    `entrypoint` and `cmd` are offered, and run by themselves only where `start` is said; `step` is
+    the key of a step of a Containerfile, by which it is found again."""
+
+    source: str
+    digest: str | None = None
+    entrypoint: list[str] = []
+    cmd: list[str] = []
+    labels: dict[str, str] = {}
+    start: bool = False
+    step: str | None = None
+
+
+class SnapshotConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a sandbox needs besides files and memory to run on. An empty `cwd` is the home of
-    whoever runs a command."""
+    whoever runs a command. The lowest `base_layers` layers are the template's; `image` is what a
+    template that was built says.
+
+    What has its default is not encoded: so fingerprints stay what they were."""
 
     template: str
     env: dict[str, str]
     user: str
     cwd: str
     hostname: str
+    base_layers: int = 1
+    image: ImageConfig | None = None
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ async def recover(data: Path, repository: Repository) -> Recovered:
     with data_lock(data):
         database = await open_database(data / "sojourn.db")
         try:
-            page = await database.list_sessions(None, limit=1)
+            page = await database.list_sessions(None, limit=1, kind=None)
             if page.items:
                 raise Conflict(
                     f"{data} holds sessions already",

@@ -148,7 +148,7 @@ class Replicator:
             return
         cursor: str | None = None
         while True:
-            page = await self._database.list_sessions(None, limit=500, after=cursor)
+            page = await self._database.list_sessions(None, limit=500, after=cursor, kind=None)
             self._changed.update(session.id for session in page.items)
             self._unread.update(session.id for session in page.items)
             cursor = page.next

@@ -8,6 +8,7 @@ RETURNING {session};
 -- name: list_sessions
 SELECT {session} FROM sessions
 WHERE (:tenant IS NULL OR tenant = :tenant)
+    AND (:kind IS NULL OR kind = :kind)
     AND state IN (SELECT value FROM json_each(:states))
     AND (:after_time IS NULL OR (created_at, id) < (:after_time, :after_id))
     AND NOT EXISTS (
