@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from sojourn.database.writes import UpdateSession
 from sojourn.errors import SessionBusy, StaleEpoch, Unreachable
 from sojourn.model import Policy, SessionState
 from support.databases import (
-    CONNECTORS,
     PAUSED,
     RUNNING,
     SUSPENDED,
@@ -21,11 +19,6 @@ from support.databases import (
     make_session,
     update_session,
 )
-
-
-@pytest.fixture(params=CONNECTORS)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
-    return Harness(request.param, tmp_path)
 
 
 async def due(db: Database, now: float) -> set[str]:

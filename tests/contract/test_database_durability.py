@@ -14,9 +14,9 @@ from sojourn.database.writes import InsertSnapshot, UpdateSession, UpdateSnapsho
 from sojourn.errors import Conflict, NameTaken, SessionNotFound
 from sojourn.model import Session, SessionState
 from support.databases import (
-    CONNECTORS,
     RUNNING,
     Harness,
+    SqliteHarness,
     flaws,
     insert_session,
     insert_snapshot,
@@ -25,11 +25,6 @@ from support.databases import (
 )
 
 DELETED = {"state": SessionState.DELETED}
-
-
-@pytest.fixture(params=CONNECTORS)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
-    return Harness(request.param, tmp_path)
 
 
 async def session_with(db: Database, *snapshots: SnapshotRecord, session: Session) -> None:
@@ -256,7 +251,7 @@ def test_the_record_of_a_session_is_remembered_as_long_as_its_row(database: Harn
         assert await db.record_digest(session.id) is None
 
     database.run(scenario)
-    assert flaws(database.location) == []
+    assert database.flaws() == []
 
 
 # -- how far each session is --------------------------------------------------------------------
@@ -359,7 +354,7 @@ def test_a_file_of_before_is_brought_forward_with_nothing_durable(tmp_path: Path
         (record,) = await db.undurable_snapshots()
         assert (record.id, record.durable_at) == ("snp_1", None)
 
-    Harness("sqlite", tmp_path).run(scenario)
+    SqliteHarness(tmp_path).run(scenario)
     assert flaws(path) == []
 
 

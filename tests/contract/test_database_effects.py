@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from sojourn.database import Database
 from sojourn.database.writes import (
@@ -19,7 +16,7 @@ from sojourn.database.writes import (
 )
 from sojourn.model import Session, SessionState, new_id
 from sojourn.model.network import Effect, NetworkMode, NetworkPolicy, NetworkRule
-from support.databases import CONNECTORS, Harness, insert_session, make_session, make_snapshot
+from support.databases import Harness, insert_session, make_session, make_snapshot
 
 RUNNING = SessionState.RUNNING
 
@@ -89,11 +86,6 @@ class Line:
         )
         assert count == len(found)
         return [one.effect.id for one in found]
-
-
-@pytest.fixture(params=CONNECTORS)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
-    return Harness(request.param, tmp_path)
 
 
 async def begin(database: Database) -> Line:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
 from sojourn.database import Database, Event
 from sojourn.database.writes import AppendEvent, LinkEvent
 from sojourn.errors import NotFound, SessionNotFound, Unreachable
-from support.databases import CONNECTORS, Harness, insert_session, make_session
-
-
-@pytest.fixture(params=CONNECTORS)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
-    return Harness(request.param, tmp_path)
+from support.databases import Harness, insert_session, make_session
 
 
 def test_events_are_numbered_per_session_in_the_order_of_the_calls(database: Harness) -> None:

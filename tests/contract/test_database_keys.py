@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from sojourn.database import Database
 from sojourn.errors import SessionBusy
-from support.databases import CONNECTORS, Harness, insert_session, make_session
-
-
-@pytest.fixture(params=CONNECTORS)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
-    return Harness(request.param, tmp_path)
+from support.databases import Harness, insert_session, make_session
 
 
 def test_a_key_names_its_operation_for_its_tenant_alone(database: Harness) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,19 +28,12 @@ from sojourn.errors import (
 )
 from sojourn.model import Session, SessionState
 from support.databases import (
-    CONNECTORS,
     PAUSED,
     RUNNING,
     Harness,
     insert_session,
     make_session,
-    operation_states,
 )
-
-
-@pytest.fixture(params=CONNECTORS)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
-    return Harness(request.param, tmp_path)
 
 
 async def begin(db: Database, session: Session, verb: str = "pause", **more: Any) -> Operation:
@@ -184,8 +176,8 @@ def test_the_key_with_another_request_is_refused(database: Harness, other: str) 
                 key="k",
             )
         assert mismatch.value.details["operation"] == first.id
-        assert list(operation_states(database.location, one.id)) == [first.id]
-        assert operation_states(database.location, two.id) == {}
+        assert list(database.operation_states(one.id)) == [first.id]
+        assert database.operation_states(two.id) == {}
 
     database.run(scenario)
 
@@ -354,9 +346,9 @@ def test_pruning_keeps_what_is_unfinished_or_still_named_by_a_key(database: Harn
         assert done.finished_at is not None
         soon = await db.prune(done.finished_at + 1, operations_after=0.0)
         assert (soon.operations, soon.keys) == (1, 0)
-        assert list(operation_states(database.location, session.id)) == [keyed.id, going.id]
+        assert list(database.operation_states(session.id)) == [keyed.id, going.id]
         later = await db.prune(done.finished_at + KEY_LIFETIME + 60, operations_after=0.0)
         assert (later.operations, later.keys) == (1, 1)
-        assert list(operation_states(database.location, session.id)) == [going.id]
+        assert list(database.operation_states(session.id)) == [going.id]
 
     database.run(scenario)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,7 +20,6 @@ from sojourn.errors import (
 )
 from sojourn.model import AutoSnapshot, Limits, Policy, Session, SessionState
 from support.databases import (
-    CONNECTORS,
     PAUSED,
     RUNNING,
     SUSPENDED,
@@ -33,11 +31,6 @@ from support.databases import (
 )
 
 DELETED = SessionState.DELETED
-
-
-@pytest.fixture(params=CONNECTORS)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
-    return Harness(request.param, tmp_path)
 
 
 async def delete(db: Database, session: Session) -> Session:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from sojourn.database import Database
@@ -11,21 +9,14 @@ from sojourn.database.writes import InsertSnapshot, UpdateSession, UpdateSnapsho
 from sojourn.errors import Conflict, InvalidRequest, SessionNotFound, SnapshotNotFound
 from sojourn.model import SessionState, SnapshotKind
 from support.databases import (
-    CONNECTORS,
     RUNNING,
     Harness,
-    flaws,
     insert_session,
     insert_snapshot,
     make_session,
     make_snapshot,
     update_session,
 )
-
-
-@pytest.fixture(params=CONNECTORS)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
-    return Harness(request.param, tmp_path)
 
 
 async def ids(db: Database) -> set[str]:
@@ -188,7 +179,7 @@ def test_the_children_of_a_hidden_one_that_is_deleted_become_its_parents(
         assert {s.parent for s in await db.list_snapshots(session.id)} == {None}
 
     database.run(scenario)
-    assert flaws(database.location) == []
+    assert database.flaws() == []
 
 
 def test_the_last_durable_one_stays_until_the_head_is_durable(database: Harness) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import sqlite3
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,17 +23,17 @@ from sojourn.database import (
 )
 from sojourn.database.writes import InsertSession, InsertSnapshot, UpdateSession
 from sojourn.model import Limits, Policy, Session, SessionState, SnapshotKind, new_id
+from support.postgres import PostgresServer, dangling
 
 T = TypeVar("T")
 RUNNING, PAUSED, SUSPENDED = SessionState.RUNNING, SessionState.PAUSED, SessionState.SUSPENDED
-CONNECTORS = ["sqlite"]
+CONNECTORS = ["sqlite", "postgres"]
 
 
-class Harness:
+class Harness(ABC):
     """Runs scenarios, each with the database freshly opened and closed after it."""
 
-    def __init__(self, connector: str, directory: Path) -> None:
-        self.location = {"sqlite": directory / "sojourn.db"}[connector]
+    location: str | Path
 
     def run(self, scenario: Callable[[Database], Awaitable[T]]) -> T:
         async def whole() -> T:
@@ -45,6 +46,58 @@ class Harness:
         # The loop the server runs on; its handles know less than those of asyncio.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(whole())
+
+    @abstractmethod
+    def flaws(self) -> list[str]:
+        """What the engine finds damaged or dangling."""
+
+    @abstractmethod
+    def operation_states(self, session: str) -> dict[str, str]:
+        """All operations of a session that are kept, oldest first: their states by id."""
+
+    @abstractmethod
+    def holds(self, content: bytes) -> bool:
+        """Whether some bytes are anywhere in what is on disk."""
+
+
+class SqliteHarness(Harness):
+    """A file."""
+
+    def __init__(self, directory: Path) -> None:
+        self.location: Path = directory / "sojourn.db"
+
+    def flaws(self) -> list[str]:
+        return flaws(self.location)
+
+    def operation_states(self, session: str) -> dict[str, str]:
+        return operation_states(self.location, session)
+
+    def holds(self, content: bytes) -> bool:
+        return any(content in file.read_bytes() for file in self.location.parent.iterdir())
+
+
+class PostgresHarness(Harness):
+    """A database of a server that runs already."""
+
+    def __init__(self, server: PostgresServer, name: str) -> None:
+        self.server = server
+        self.name = name
+        self.location: str = server.url(name)
+
+    def flaws(self) -> list[str]:
+        with self.server.connect(self.name) as connection:
+            return dangling(connection)
+
+    def operation_states(self, session: str) -> dict[str, str]:
+        query = "SELECT id, state FROM operations WHERE session = %s ORDER BY created_at, id"
+        with self.server.connect(self.name) as connection:
+            return {str(id): str(state) for id, state in connection.execute(query, (session,))}
+
+    def holds(self, content: bytes) -> bool:
+        with self.server.connect(self.name) as connection:
+            connection.execute("CHECKPOINT")
+        files = [file for file in self.server.data.rglob("*") if file.is_file()]
+        return any(content in file.read_bytes() for file in files)
 
 
 def make_session(**fields: Any) -> Session:

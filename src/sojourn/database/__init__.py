@@ -51,14 +51,19 @@ __all__ = [
 
 
 async def open_database(location: str | Path) -> Database:
-    """Open the database at a path or URL (`sqlite:///absolute/path`)."""
+    """Open the database at a path or URL (`sqlite:///absolute/path`, `postgresql://...`)."""
     text = str(location)
+    if text.startswith(("postgresql://", "postgres://")):
+        # Where it is not used nothing of it is loaded.
+        from sojourn.database.postgres.database import open_postgres
+
+        return await open_postgres(text)
     if text.startswith("sqlite://"):
         text = text.removeprefix("sqlite://")
     elif "://" in text:
         kind = text.split("://", 1)[0]
         raise Unsupported(
             f"databases of kind {kind} are not supported",
-            next_step="Give a path or sqlite:///path.",
+            next_step="Give a path, sqlite:///path or postgresql://host/database.",
         )
     return await open_sqlite(Path(text))
