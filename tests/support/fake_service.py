@@ -42,6 +42,7 @@ from sojourn.wire.api import (
     CreateSession,
     DiffInfo,
     DurabilityInfo,
+    EffectPage,
     EventInfo,
     ExecRequest,
     ExecResult,
@@ -397,7 +398,7 @@ class FakeService:
         )
 
     async def rollback(
-        self, who: Principal, ref: str, snapshot: str, key: str | None
+        self, who: Principal, ref: str, snapshot: str, key: str | None, *, force: bool = False
     ) -> OperationInfo:
         kept = self._find(who, ref)
         found = self._snapshot_of(kept, snapshot)
@@ -472,6 +473,12 @@ class FakeService:
     ) -> builtins.list[EventInfo]:
         found = [event for event in self._find(who, ref).events if event.seq > after]
         return found[:limit]
+
+    async def effects(
+        self, who: Principal, ref: str, *, all: bool, cursor: str | None, limit: int
+    ) -> EffectPage:
+        self._find(who, ref)
+        return EffectPage([], None)
 
     async def follow_events(
         self, who: Principal, ref: str, *, after: int

@@ -52,6 +52,21 @@ import click
     help="Seconds between two collections of the object store by this server; 0: none.",
 )
 @click.option(
+    "--ports-address",
+    envvar="SOJOURN_PORTS_ADDRESS",
+    default="127.0.0.1",
+    show_default=True,
+    help="ADDRESS or ADDRESS:PORT at which exposed ports are reached; without a port a free one"
+    " that stays the same. [SOJOURN_PORTS_ADDRESS]",
+)
+@click.option(
+    "--ports-domain",
+    envvar="SOJOURN_PORTS_DOMAIN",
+    default="localhost",
+    show_default=True,
+    help="Below this domain each exposed port has a name. [SOJOURN_PORTS_DOMAIN]",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -65,6 +80,8 @@ def command(
     store_key_file: Path | None,
     cache_bytes: int | None,
     store_collect: float,
+    ports_address: str,
+    ports_domain: str,
     log_level: str,
 ) -> None:
     import logging
@@ -73,6 +90,7 @@ def command(
     from sojourn.cli.stores import store_location, store_secret
     from sojourn.model.paths import data_directory
     from sojourn.server.app import run
+    from sojourn.server.ports import PortSettings
     from sojourn.server.replication import StoreSettings
     from sojourn.server.service_factory import open_service
 
@@ -89,4 +107,5 @@ def command(
         cache_bytes=cache_bytes,
         collect_every=store_collect,
     )
-    run(lambda: open_service(place, settings), data=place, address=listen)
+    exposed = PortSettings(address=ports_address, domain=ports_domain)
+    run(lambda: open_service(place, settings, ports=exposed), data=place, address=listen)

@@ -38,7 +38,7 @@ _TRASH = ".gone"
 
 
 class NodeAgent:
-    """The sandboxes of one machine."""
+    """The sandboxes of one machine. `ended` is called with the id of each that is ended."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class NodeAgent:
         self._templates: set[str] = set()
         self._chores: set[asyncio.Task[None]] = set()
         self._unremoved: set[str] = set()
+        self.ended: Callable[[str], None] = lambda sandbox: None
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def trust_template(self, layer: LayerRef) -> None:
@@ -101,10 +102,13 @@ class NodeAgent:
         *,
         authority: bytes | None = None,
         gateway: Callable[[Path], Awaitable[None]] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start a sandbox for a placement; `authority` and `gateway` as `Sandbox.start` has them.
+        """Start a sandbox for a placement; `authority` and `gateway` as `Sandbox.start` has them,
+        `environment` is what its commands get besides the session's own.
         Raises ResumeFailed, IntegrityError, StorageFull; nothing is left behind then."""
         sandbox = self._make(record)
+        sandbox.provide(environment or {})
         self._sandboxes[record.sandbox] = sandbox
         try:
             await sandbox.start(
@@ -161,6 +165,7 @@ class NodeAgent:
                 return
             found = self._make(record)
         await found.kill()
+        self.ended(sandbox)
         faultpoints.reach("stop.kill")
         await asyncio.to_thread(found.unmount)
 
@@ -199,6 +204,7 @@ class NodeAgent:
     async def destroy(self, sandbox: str) -> None:
         """End and remove a sandbox, whatever is left of it. Idempotent."""
         found = self._sandboxes.pop(sandbox, None)
+        self.ended(sandbox)
         if found is None:
             directory = self.directory / sandbox
             await asyncio.to_thread(_remove, directory.with_name(sandbox + _TRASH))

@@ -15,6 +15,7 @@ import asyncio
 import base64
 import contextlib
 import functools
+import os
 import secrets
 import signal
 import time
@@ -138,6 +139,7 @@ class Interpreter:
 
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
+        self.environment: dict[str, str] = {}
         self._contexts: dict[str, _Context] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -186,7 +188,11 @@ class Interpreter:
 
     async def _start(self, tag: str) -> ProcessState:
         spec = ProcessSpec(
-            argv=[b"python3", b"-c", driver_source()], stdin="pipe", lossless=True, tag=tag
+            argv=[b"python3", b"-c", driver_source()],
+            env={os.fsencode(name): os.fsencode(text) for name, text in self.environment.items()},
+            stdin="pipe",
+            lossless=True,
+            tag=tag,
         )
         try:
             return await self._guest.start(spec)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import errno
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from sojourn import faultpoints
@@ -82,6 +82,13 @@ class Sandbox:
         self.baseline_scan: Scan | None = None
         self.frozen = False
         self.reach = Reach.OFF
+        self.environment: dict[str, str] = {}
+
+    def provide(self, environment: Mapping[str, str]) -> None:
+        """Variables that commands started from now on get; those of the session win."""
+        own = self.record.config.env
+        self.environment = {name: text for name, text in environment.items() if name not in own}
+        self.interpreter.environment = self.environment
 
     @property
     def network_socket(self) -> Path:

@@ -37,8 +37,11 @@ from sojourn.server.routes import (
     commands,
     events,
     files,
+    networks,
     operations,
+    ports,
     processes,
+    secrets,
     sessions,
     snapshots,
     trees,
@@ -61,6 +64,7 @@ def all_endpoints() -> list[Endpoint]:
         *service_routes.ENDPOINTS,
         *sessions.ENDPOINTS,
         *snapshots.ENDPOINTS,
+        *networks.ENDPOINTS,
         *archives.ENDPOINTS,
         *operations.ENDPOINTS,
         *events.ENDPOINTS,
@@ -68,6 +72,8 @@ def all_endpoints() -> list[Endpoint]:
         *processes.ENDPOINTS,
         *files.ENDPOINTS,
         *trees.ENDPOINTS,
+        *ports.ENDPOINTS,
+        *secrets.ENDPOINTS,
     ]
 
 

@@ -21,13 +21,18 @@ from sojourn.wire.api import (
     CreateSession,
     DiffInfo,
     DurabilityInfo,
+    EffectPage,
     EventInfo,
     ExecRequest,
     ExecResult,
+    ExposePort,
     ForkRequest,
     OperationInfo,
+    PortInfo,
+    SecretInfo,
     SessionInfo,
     SessionPage,
+    SetSecret,
     SnapshotInfo,
     SnapshotRequest,
     SpawnRequest,
@@ -74,8 +79,33 @@ class ExportedArchive(Protocol):
         """Give its room back. Idempotent."""
 
 
+class SecretService(Protocol):
+    """The secrets of tenants; no value is ever answered."""
+
+    async def set(self, who: Principal, name: str, request: SetSecret) -> SecretInfo:
+        """Make or change one; in force in every sandbox when answered."""
+
+    async def list(self, who: Principal) -> builtins.list[SecretInfo]: ...
+    async def delete(self, who: Principal, name: str) -> None: ...
+
+
+class PortService(Protocol):
+    """The exposed ports of sessions."""
+
+    async def expose(self, who: Principal, ref: str, request: ExposePort) -> PortInfo:
+        """Idempotent for the same request. Raises Conflict for another one."""
+
+    async def list(self, who: Principal, ref: str) -> builtins.list[PortInfo]: ...
+    async def unexpose(self, who: Principal, ref: str, number: int) -> None: ...
+
+
 class SessionService(Protocol):
     """The one machine-independent entry to sessions."""
+
+    @property
+    def secrets(self) -> SecretService: ...
+    @property
+    def ports(self) -> PortService: ...
 
     async def authenticate(self, token: str | None) -> Principal:
         """Raises Unauthenticated."""
@@ -107,8 +137,10 @@ class SessionService(Protocol):
         self, who: Principal, ref: str, request: SnapshotRequest, key: str | None
     ) -> OperationInfo: ...
     async def rollback(
-        self, who: Principal, ref: str, snapshot: str, key: str | None
-    ) -> OperationInfo: ...
+        self, who: Principal, ref: str, snapshot: str, key: str | None, *, force: bool = False
+    ) -> OperationInfo:
+        """`force` goes through although the network policy refuses to leave effects behind."""
+
     async def fork(
         self, who: Principal, ref: str, request: ForkRequest, key: str | None
     ) -> OperationInfo: ...
@@ -139,6 +171,18 @@ class SessionService(Protocol):
     async def events(
         self, who: Principal, ref: str, *, after: int, limit: int
     ) -> builtins.list[EventInfo]: ...
+    async def effects(
+        self,
+        who: Principal,
+        ref: str,
+        *,
+        all: bool,
+        cursor: str | None,
+        limit: int,
+    ) -> EffectPage:
+        """What left a session, oldest first: what cannot be taken back, or all. `cursor` is the
+        `next` of the page before. Raises InvalidRequest."""
+
     def follow_events(
         self, who: Principal, ref: str, *, after: int
     ) -> AsyncIterator[EventInfo]: ...

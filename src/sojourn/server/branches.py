@@ -11,8 +11,10 @@ import logging
 import time
 from typing import Any
 
+import msgspec
+
 from sojourn import faultpoints
-from sojourn.database.writes import AppendEvent, InsertSession, Write
+from sojourn.database.writes import AppendEvent, InsertSession, SettleEffects, Write
 from sojourn.errors import Interrupted, SessionNotFound, SojournError
 from sojourn.lifecycle import Command, Verb, decide, first_deadlines
 from sojourn.model import (
@@ -23,8 +25,11 @@ from sojourn.model import (
     SnapshotKind,
     derived_id,
 )
+from sojourn.model.network import NetworkMode
 from sojourn.node.isolation.base import Capability
 from sojourn.server.context import Context
+from sojourn.server.effects import require_none, told
+from sojourn.server.networks import inherited
 from sojourn.server.operations import Run
 from sojourn.server.placements import Placements
 from sojourn.server.registry import ActiveSession
@@ -51,8 +56,30 @@ class Branches:
         active = run.active
         async with active.gate.closed("rollback"):
             target = await self._snapshots.read(run.request["snapshot"])
-            await self._keep_present(run, active)
-            await self._switch(run, active, target)
+            await self._leave(run, active, target.id)
+            try:
+                await self._keep_present(run, active)
+                await self._switch(run, active, target)
+            except SojournError:
+                await self._context.networks.apply(active)  # the old sandbox goes on
+                raise
+
+    async def _leave(self, run: Run, active: ActiveSession, base: str) -> None:
+        """See that nothing more leaves what a rollback gives up, so that what it leaves behind is
+        known when it is refused or told. Raises EffectsInTheWay; the session goes on then."""
+        networks = self._context.networks
+        force = bool(run.request.get("force"))
+        left = await networks.effects.left(active.session, base)
+        require_none(active.session, run.operation.verb, left, force=force)
+        if active.session.network.mode is NetworkMode.NONE:
+            return
+        await networks.cut(active.session)
+        try:
+            left = await networks.effects.left(active.session, base)
+            require_none(active.session, run.operation.verb, left, force=force)
+        except SojournError:
+            await networks.apply(active)
+            raise
 
     async def _keep_present(self, run: Run, active: ActiveSession) -> None:
         """Put what the session is about to leave into the tree, if it is not there yet."""
@@ -73,9 +100,12 @@ class Branches:
         verb = run.operation.verb
         session = active.session
         old = session.sandbox
+        left = await self._context.networks.effects.left(session, target.id)
+        result = {"effects": msgspec.to_builtins(left)} if left.count else None
         writes = (
-            run.finish(None),
-            run.event(before=session.head, after=target.id, **details),
+            run.finish(result),
+            run.event(before=session.head, after=target.id, **details, **told(left)),
+            SettleEffects(session.id, None, time.time()),
             *also,
         )
         if not session.live:
@@ -100,6 +130,10 @@ class Branches:
         """Start children from a snapshot, or from now while the source runs on."""
         source = run.active
         snapshot = await self._fork_point(run, source)
+        left = None
+        if run.request.get("snapshot"):
+            left = await self._context.networks.effects.left(source.session, snapshot.id)
+            require_none(source.session, "fork", left, force=bool(run.request.get("force")))
         names = run.request.get("names") or [None] * run.request["n"]
         children = [
             {"id": derived_id("ses", run.operation.id, number), "name": name}
@@ -117,11 +151,15 @@ class Branches:
         try:
             await self._context.database.commit(
                 [
-                    run.finish({"sessions": [child["id"] for child in children]}),
+                    run.finish(
+                        {"sessions": [child["id"] for child in children]}
+                        | ({"effects": msgspec.to_builtins(left)} if left and left.count else {})
+                    ),
                     run.event(
                         before=source.session.head,
                         after=snapshot.id,
                         children=[child["id"] for child in children],
+                        **told(left),
                     ),
                 ]
             )
@@ -203,6 +241,7 @@ class Branches:
             cause=None,
             created_at=now,
             updated_at=now,
+            network=inherited(parent.network),
         )
         active = await self._insert(session)
         async with active.gate.closed("fork"):

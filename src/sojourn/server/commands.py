@@ -50,7 +50,10 @@ async def process_spec(sandbox: Sandbox, request: ExecRequest) -> ProcessSpec:
     cwd = request.cwd if request.cwd is not None else config.cwd
     return ProcessSpec(
         argv=argv,
-        env={os.fsencode(name): os.fsencode(value) for name, value in request.env.items()},
+        env={
+            os.fsencode(name): os.fsencode(value)
+            for name, value in (sandbox.environment | request.env).items()
+        },
         # Without one it is the home of the command's user, who may not enter another's.
         cwd=os.fsencode(cwd) if cwd else None,
         user=request.user or config.user,

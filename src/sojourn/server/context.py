@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,9 +15,13 @@ from sojourn.errors import UnknownTemplate, WrongState
 from sojourn.model import LayerRef, Session
 from sojourn.node.agent import NodeAgent
 from sojourn.node.sandboxes import Sandbox
+from sojourn.server.gateways import EgressSettings
 from sojourn.server.guards import StoreGuard
+from sojourn.server.networks import Networks
+from sojourn.server.ports import Ports, PortSettings
 from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.replication import Replicator
+from sojourn.server.secrets import Secrets
 from sojourn.server.sources import RepositorySource
 from sojourn.store.base import Store
 
@@ -42,6 +47,11 @@ class Context:
         server: str,
         replicator: Replicator,
         source: RepositorySource,
+        secrets: Secrets,
+        egress: EgressSettings,
+        authority: Path,
+        data: Path,
+        port_settings: PortSettings,
     ) -> None:
         self.database = database
         self.store = store
@@ -52,6 +62,19 @@ class Context:
         self.source = source
         self.node = "local"
         self.registry = Registry(database, replicator.changed)
+        self.secrets = secrets
+        self.networks = Networks(
+            agent=agent,
+            registry=self.registry,
+            database=database,
+            secrets=secrets,
+            settings=egress,
+            authority=authority,
+        )
+        self.ports = Ports(database, self.registry, secrets, data, port_settings, self.networks)
+        self.networks.exposed = self.ports.any_of
+        self.networks.gateway.channel = self.ports.new_channel
+        self.registry.watch(self.ports.committed)
         self.guard = StoreGuard()
         self._chores: set[asyncio.Task[Any]] = set()
 

@@ -8,6 +8,8 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 
+import msgspec
+
 from sojourn.database.records import SnapshotRecord
 from sojourn.errors import (
     Conflict,
@@ -59,7 +61,9 @@ class History:
             raise InvalidRequest(f"snapshot {end.id} has no parent to differ from", field="a")
         start = await self._snapshots.resolve(session, a if a is not None else str(end.parent))
         before, after = await self._snapshots.read(start.id), await self._snapshots.read(end.id)
-        return await asyncio.to_thread(self._compare, before, after, text, limit)
+        left = await self._context.networks.effects.left(session, start.id, end.id)
+        found = await asyncio.to_thread(self._compare, before, after, text, limit)
+        return msgspec.structs.replace(found, effects=left if left.count else None)
 
     def _compare(self, before: Snapshot, after: Snapshot, text: bool, limit: int) -> DiffInfo:
         store = self._context.store

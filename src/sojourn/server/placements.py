@@ -20,6 +20,8 @@ from sojourn.database.writes import AppendEvent, InsertSnapshot, Write
 from sojourn.errors import IntegrityError, Interrupted, SandboxLost, SojournError
 from sojourn.lifecycle import lifetime_after, settled_deadline
 from sojourn.model import Session, SessionState, Snapshot, SnapshotKind, new_id
+from sojourn.node import hooks
+from sojourn.node.hooks import HookRun
 from sojourn.node.records import SandboxRecord, stacked
 from sojourn.server.context import Context
 from sojourn.server.operations import Run
@@ -29,6 +31,24 @@ from sojourn.server.snapshots import Snapshots
 log = logging.getLogger(__name__)
 
 _MOST_LAYERS = 128
+# What the hook that runs inside after a start is told, by the verb that started it.
+_REASONS = {"resume": "resume", "rollback": "rollback", "promote": "rollback", "fork": "fork"}
+
+
+def hook_events(active: ActiveSession, runs: list[HookRun], run: Run) -> list[AppendEvent]:
+    """The writes that tell how hooks ended."""
+    return [
+        AppendEvent(
+            session=active.id,
+            kind=f"hook.{one.hook}",
+            actor=run.actor,
+            result="ok" if one.ok else "failed",
+            details=msgspec.to_builtins(one),
+            before=active.session.head,
+            operation=run.operation.id,
+        )
+        for one in runs
+    ]
 
 
 def suspended_changes(session: Session) -> dict[str, Any]:
@@ -87,6 +107,10 @@ class Placements:
         faultpoints.reach(f"{verb}.start")
         now = time.time()
         try:
+            if verb in _REASONS:
+                sandbox = self._context.agent.find(record.sandbox, record.epoch)
+                runs = await hooks.run(sandbox.guest, hooks.POST_RESUME, _REASONS[verb])
+                also = (*also, *hook_events(active, runs, run))
             updated = await self._context.commit(
                 active,
                 {
@@ -111,7 +135,7 @@ class Placements:
         """Start a sandbox; where this disk has damaged what it is made of and the object store has
         it whole, that is brought first. The record of the one that runs."""
         try:
-            await self._context.agent.start(record)
+            await self._context.networks.start(session, record)
             return record
         except IntegrityError as error:
             healed = await asyncio.to_thread(self._heal, record)
@@ -128,7 +152,7 @@ class Placements:
             )
             await self._context.database.commit([event])
         again = msgspec.structs.replace(record, sandbox=new_id("sbx").replace("_", "-"))
-        await self._context.agent.start(again)
+        await self._context.networks.start(session, again)
         return again
 
     def _heal(self, record: SandboxRecord) -> list[str]:

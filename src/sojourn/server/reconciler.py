@@ -129,6 +129,7 @@ class Reconciler:
             sandbox = await agent.adopt(record, session.state)
             if action is Action.FREEZE_AND_ADOPT:
                 await sandbox.freeze()
+            await self._context.networks.adopted(session)
         except SojournError as error:
             log.warning("session %s cannot be taken over: %s", session.id, error)
             async with active.gate.closed("recovery"):

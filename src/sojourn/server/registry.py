@@ -72,7 +72,7 @@ class ActiveSession:
     snapshot being taken, `hurry` is set by whoever waits for it; `ended` counts what ended and may
     have changed something, `looked` is how much of that the last look at the sandbox covered;
     `dirty` says that something changed which no look at files shows (interpreter memory);
-    `followed` are the processes whose end is waited for.
+    `followed` are the processes whose end is waited for; `commands` are those of turns under way.
     """
 
     def __init__(self, session: Session) -> None:
@@ -84,6 +84,7 @@ class ActiveSession:
         self.ended = 0
         self.looked = 0
         self.followed: set[tuple[str, int]] = set()
+        self.commands: list[Any] = []
         self.hurry = asyncio.Event()
         self.dirty = False
         self.bracket: str | None = None
@@ -116,7 +117,7 @@ class Registry:
 
     def __init__(self, database: Database, changed: Callable[[Session], None]) -> None:
         self._database = database
-        self._changed = changed
+        self._watching = [changed]
         self._by_id: dict[str, ActiveSession] = {}
         self._by_name: dict[tuple[str, str], str] = {}
 
@@ -134,6 +135,14 @@ class Registry:
             return known
         return self.hold(await self._database.get_session(tenant, ref))
 
+    def watch(self, told: Callable[[Session], None]) -> None:
+        """Have another one told of every record that is committed."""
+        self._watching.append(told)
+
+    def held(self, id: str) -> ActiveSession | None:
+        """A session by id, if this server has worked with it."""
+        return self._by_id.get(id)
+
     def hold(self, session: Session) -> ActiveSession:
         """The one active object of a session; `session` becomes its record when it is new."""
         active = self._by_id.get(session.id)
@@ -147,7 +156,8 @@ class Registry:
         active = self.hold(session)
         old = active.session.name
         active.session = session
-        self._changed(session)
+        for told in self._watching:
+            told(session)
         if old is not None and old != session.name:
             self._by_name.pop((session.tenant, old), None)
         self._name(active)

@@ -17,6 +17,7 @@ from sojourn.database.writes import InsertSession
 from sojourn.errors import Conflict, InvalidRequest, NameTaken, SessionNotFound, WrongState
 from sojourn.lifecycle import first_deadlines
 from sojourn.model import Limits, Policy, Session, SessionState, new_id
+from sojourn.model.network import NetworkPolicy
 from sojourn.server.base import Principal
 from sojourn.server.checks import (
     check_label,
@@ -34,6 +35,7 @@ from sojourn.server.turns import Turns
 from sojourn.server.views import operation_info, session_info
 from sojourn.wire.api import (
     CreateSession,
+    EffectsLeft,
     ForkRequest,
     OperationInfo,
     SessionInfo,
@@ -43,6 +45,7 @@ from sojourn.wire.api import (
 
 MAX_FORKS = 100
 _SESSION_VERBS = {"create", "pause", "suspend", "resume", "rollback", "promote"}
+_MOVING_VERBS = {"rollback", "promote", "fork"}
 
 
 class Requests:
@@ -65,6 +68,7 @@ class Requests:
         self._context.agent.driver(driver)
         limits = check_limits(request.limits or Limits())
         policy = check_policy(request.policy or Policy())
+        network = await self._context.networks.check(who.tenant, request.network or NetworkPolicy())
         if request.name is not None:
             check_name(request.name)
         check_map("labels", request.labels, env=False)
@@ -94,6 +98,7 @@ class Requests:
             cause=None,
             created_at=now,
             updated_at=now,
+            network=network,
         )
         active = ActiveSession(session)
         operation = await self._operations.begin(
@@ -139,13 +144,14 @@ class Requests:
         )
 
     async def rollback(
-        self, who: Principal, ref: str, snapshot: str, key: str | None
+        self, who: Principal, ref: str, snapshot: str, key: str | None, *, force: bool = False
     ) -> OperationInfo:
         """Continue from another snapshot of the tree."""
         active = await self._context.registry.find(who.tenant, ref)
         await self._turns.settle(active)
         target = await self._snapshots.resolve(active.session, snapshot)
-        return await self._verb(who, ref, "rollback", {"snapshot": target.id}, key)
+        request = {"snapshot": target.id} | ({"force": True} if force else {})
+        return await self._verb(who, ref, "rollback", request, key)
 
     async def fork(
         self, who: Principal, ref: str, request: ForkRequest, key: str | None
@@ -167,6 +173,8 @@ class Requests:
         if request.snapshot is not None:
             point = (await self._snapshots.resolve(active.session, request.snapshot)).id
         body = msgspec.to_builtins(request) | {"snapshot": point}
+        if not request.force:
+            del body["force"]  # what was asked before there was one is the same request still
         operation = await self._operations.begin(who, active, "fork", body, key)
         return await self._operation_info(operation)
 
@@ -215,6 +223,13 @@ class Requests:
     async def _operation_info(self, operation: Operation) -> OperationInfo:
         if operation.state is not OperationState.SUCCEEDED:
             return operation_info(operation)
+        info = await self._finished_info(operation)
+        effects = operation.result.get("effects") if isinstance(operation.result, dict) else None
+        if operation.verb not in _MOVING_VERBS or effects is None:
+            return info
+        return msgspec.structs.replace(info, effects=msgspec.convert(effects, EffectsLeft))
+
+    async def _finished_info(self, operation: Operation) -> OperationInfo:
         result: Any = None
         if operation.verb == "fork":
             ids = operation.result["sessions"] if operation.result else []
@@ -234,6 +249,7 @@ class Requests:
                 )
             except SessionNotFound:
                 result = None
+            return msgspec.structs.replace(operation_info(operation), result=result)
         return operation_info(operation, result)
 
     async def operation(self, who: Principal, operation: str) -> OperationInfo:

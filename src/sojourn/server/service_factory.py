@@ -29,7 +29,10 @@ from sojourn.node.isolation.bubblewrap import BubblewrapDriver
 from sojourn.node.isolation.gvisor import GVisorDriver
 from sojourn.server.context import Context, Template
 from sojourn.server.data import data_lock
+from sojourn.server.gateways import EgressSettings
+from sojourn.server.ports import PortSettings
 from sojourn.server.replication import Replicator, StoreSettings
+from sojourn.server.secrets import Secrets
 from sojourn.server.sessions import Sessions
 from sojourn.server.sources import RepositorySource
 from sojourn.store.local import LocalStore
@@ -75,9 +78,15 @@ def _templates(store: LocalStore) -> list[Template]:
 
 
 @contextlib.asynccontextmanager
-async def open_service(data: Path, objects: StoreSettings | None = None) -> AsyncIterator[Sessions]:
+async def open_service(
+    data: Path,
+    objects: StoreSettings | None = None,
+    egress: EgressSettings | None = None,
+    ports: PortSettings | None = None,
+) -> AsyncIterator[Sessions]:
     """A running session service over a data directory, which is made when it is new. `objects` is
-    the object store that makes snapshots durable; None: snapshots stay on this disk only.
+    the object store that makes snapshots durable; None: snapshots stay on this disk only. `egress`
+    says how connections of sessions leave, `ports` where exposed ports are reached.
 
     Raises HostUnfit, IntegrityError, StorageFull, StoreKeyInvalid, StoreRefused.
     """
@@ -118,7 +127,14 @@ async def open_service(data: Path, objects: StoreSettings | None = None) -> Asyn
             server=await database.server_id(),
             replicator=replicator,
             source=source,
+            secrets=Secrets(database, data),
+            egress=egress or EgressSettings(),
+            authority=data / "authority",
+            data=data,
+            port_settings=ports or PortSettings(),
         )
+        opened.push_async_callback(context.ports.close)
+        opened.push_async_callback(context.networks.close)
         replicator.attach(store, source, context.guard, agent.in_use)
         # Also what a start that fails half-way has begun.
         opened.push_async_callback(context.settle, _SETTLE_SECONDS)

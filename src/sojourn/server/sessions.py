@@ -53,20 +53,24 @@ from sojourn.server.history import History
 from sojourn.server.imports import Imports
 from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
+from sojourn.server.ports import Ports
 from sojourn.server.quotas import Quotas, allocated_bytes
 from sojourn.server.reconciler import Reconciler
 from sojourn.server.registry import ActiveSession
 from sojourn.server.requests import Requests
+from sojourn.server.secrets import Secrets
 from sojourn.server.snapshots import Snapshots
 from sojourn.server.timers import Timers
 from sojourn.server.turns import Turns
 from sojourn.server.verbs import Verbs
 from sojourn.server.views import durability_info, lies_in, session_info, snapshot_info
+from sojourn.server.wakes import Wakes
 from sojourn.wire.api import (
     CodeRequest,
     CreateSession,
     DiffInfo,
     DurabilityInfo,
+    EffectPage,
     EventInfo,
     ExecRequest,
     ExecResult,
@@ -126,22 +130,36 @@ class Sessions:
         self._history = History(context, self._snapshots, self._turns)
         self._exports = Exports(context, self._snapshots, self._turns, self._requests)
         self._imports = Imports(context, self._snapshots)
+        self._wakes = Wakes(context.database, context.ports, context.registry, self._turns)
         self._timers = Timers(
             context, self._operations, self._placements, self._snapshots, Quotas(context)
         )
+
+    @property
+    def secrets(self) -> Secrets:
+        """Secrets of tenants."""
+        return self._context.secrets
+
+    @property
+    def ports(self) -> Ports:
+        """Exposed ports of sessions."""
+        return self._context.ports
 
     # -- start and stop ---------------------------------------------------------------------
 
     async def start(self) -> None:
         """Recover what an earlier server left, then begin the clockwork."""
         reconciler = Reconciler(self._context, self._operations, self._placements, self._snapshots)
+        await self._context.networks.recover()
         await reconciler.recover()
         self._snapshots.collect_soon()
         await self._context.replicator.start()
+        await self._context.ports.start(self._wakes.received)
         self._timers.start()
 
     async def stop(self) -> None:
         """Finish what runs, put away the sessions whose policy says so, leave the others be."""
+        await self._wakes.stop()
         await self._timers.stop()
         who = Principal(tenant="", actor="server stop", role="operator")
         for active in self._context.registry.all():
@@ -221,7 +239,7 @@ class Sessions:
         )
 
     async def update(self, who: Principal, ref: str, request: UpdateRequest) -> SessionInfo:
-        """Change name, labels, limits or policy."""
+        """Change name, labels, limits, policy or network."""
         active = await self._context.registry.find(who.tenant, ref)
         changes: dict[str, Any] = {}
         if request.name is not msgspec.UNSET:
@@ -230,6 +248,9 @@ class Sessions:
             changes["labels"] = check_map("labels", request.labels, env=False)
         if request.limits is not msgspec.UNSET:
             changes["limits"] = check_limits(request.limits)
+        if request.network is not msgspec.UNSET:
+            tenant = active.session.tenant
+            changes["network"] = await self._context.networks.check(tenant, request.network)
         async with active.gate.closed("update"):
             decide(active.session, Command(Verb.UPDATE))
             if request.policy is not msgspec.UNSET:
@@ -243,12 +264,14 @@ class Sessions:
                 kind="update",
                 actor=who.actor,
                 result="ok",
-                details={"fields": sorted(changes)},
+                details={"fields": sorted(changes)} | _network_details(changes),
                 before=active.session.head,
                 after=active.session.head,
             )
             async with self._limited(active, changes.get("limits")):
                 await self._context.commit(active, changes, event)
+            if "network" in changes:
+                await self._context.networks.apply(active)
         return self._info(active)
 
     @contextlib.asynccontextmanager
@@ -313,10 +336,10 @@ class Sessions:
         return await self._requests.snapshot(who, ref, request, key)
 
     async def rollback(
-        self, who: Principal, ref: str, snapshot: str, key: str | None
+        self, who: Principal, ref: str, snapshot: str, key: str | None, *, force: bool = False
     ) -> OperationInfo:
         """Continue from another snapshot of the tree."""
-        return await self._requests.rollback(who, ref, snapshot, key)
+        return await self._requests.rollback(who, ref, snapshot, key, force=force)
 
     async def fork(
         self, who: Principal, ref: str, request: ForkRequest, key: str | None
@@ -365,6 +388,20 @@ class Sessions:
     ) -> builtins.list[EventInfo]:
         """The event log."""
         return await self._history.events(who, ref, after=after, limit=limit)
+
+    async def effects(
+        self,
+        who: Principal,
+        ref: str,
+        *,
+        all: bool,
+        cursor: str | None,
+        limit: int,
+    ) -> EffectPage:
+        """A page of what left the session."""
+        active = await self._context.registry.find(who.tenant, ref)
+        effects = self._context.networks.effects
+        return await effects.page(active.session, all=all, cursor=cursor, limit=limit)
 
     def follow_events(self, who: Principal, ref: str, *, after: int) -> AsyncIterator[EventInfo]:
         """The event log as it grows."""
@@ -510,6 +547,7 @@ class Sessions:
             disk_free_bytes=usage.free,
             store_bytes=await asyncio.to_thread(allocated_bytes, context.store.root),
             objects=await self._objects(tenant),
+            gateway=context.networks.gateway.info(),
         )
 
     async def _objects(self, tenant: str | None) -> ObjectStoreInfo | None:
@@ -553,3 +591,9 @@ class Sessions:
                 shown = durability_info(found, now)
                 return msgspec.structs.replace(shown, durable_at=durable_at)
         return DurabilityInfo(active.id, active.session.head, False, 0, 0.0, None)
+
+
+def _network_details(changes: dict[str, Any]) -> dict[str, Any]:
+    """What an event tells of a new network policy."""
+    policy = changes.get("network")
+    return {} if policy is None else {"network": msgspec.to_builtins(policy)}

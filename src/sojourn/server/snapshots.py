@@ -15,7 +15,7 @@ import msgspec
 
 from sojourn import faultpoints
 from sojourn.database.records import SnapshotRecord
-from sojourn.database.writes import AppendEvent, InsertSnapshot, LinkEvent, Write
+from sojourn.database.writes import AppendEvent, InsertSnapshot, LinkEvent, SettleEffects, Write
 from sojourn.errors import (
     CaptureFailed,
     CaptureRefused,
@@ -48,12 +48,13 @@ LONG_CHAIN = 24
 
 
 class Taking(msgspec.Struct, frozen=True):
-    """A snapshot whose content is taken but not yet published."""
+    """A snapshot whose content is taken but not yet published; `at` is just before it was."""
 
     capture: captures.LiveCapture
     kind: SnapshotKind
     memory: bool
     config: SnapshotConfig
+    at: float
 
 
 class Snapshots:
@@ -118,13 +119,23 @@ class Snapshots:
             image=memory.id if memory else None,
         )
 
-    async def make_head(self, active: ActiveSession, record: SnapshotRecord, *also: Write) -> None:
-        """Commit a published snapshot as the session's head, together with `also`.
+    async def make_head(
+        self,
+        active: ActiveSession,
+        record: SnapshotRecord,
+        *also: Write,
+        taken_at: float | None = None,
+    ) -> None:
+        """Commit a published snapshot as the session's head, together with `also`. `taken_at` says
+        since when it may lack what the session does: what left it before then comes before it.
 
         Raises like `Context.commit`; a refused snapshot is withdrawn from the store again.
         """
         try:
-            await self._context.commit(active, {"head": record.id}, InsertSnapshot(record), *also)
+            settled = [] if taken_at is None else [SettleEffects(active.id, record.id, taken_at)]
+            await self._context.commit(
+                active, {"head": record.id}, InsertSnapshot(record), *settled, *also
+            )
         except Conflict:
             # The session moved on or went meanwhile: nothing will refer to what was published.
             await asyncio.to_thread(self._context.store.delete_snapshot, record.id)
@@ -140,9 +151,10 @@ class Snapshots:
         """
         sandbox = self._context.sandbox(active)
         memory = memory and sandbox.has(Capability.LIVE_CHECKPOINT)
+        at = time.time()
         capture = await captures.begin_live(sandbox, memory=memory)
         active.dirty = False
-        return Taking(capture, kind, memory, sandbox.record.config)
+        return Taking(capture, kind, memory, sandbox.record.config, at)
 
     async def finish(
         self,
@@ -181,7 +193,7 @@ class Snapshots:
                     before=session.head,
                     after=snapshot.id,
                 )
-            await self.make_head(active, record, event)
+            await self.make_head(active, record, event, taken_at=taking.at)
             faultpoints.reach("auto.commit")
         if taking.kind is SnapshotKind.AUTO:
             self._context.soon(self._trim(active), f"thin {active.id}")

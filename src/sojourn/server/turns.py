@@ -148,6 +148,8 @@ class Turns:
         turn.details.update(details)
         active.turns += 1
         active.entered += 1
+        what = details.get("command", kind)
+        active.commands.append(what)
         try:
             yield turn
         except SojournError as error:
@@ -160,6 +162,7 @@ class Turns:
             raise
         finally:
             active.turns -= 1
+            active.commands.remove(what)
             await self._ended(turn)
 
     @contextlib.asynccontextmanager

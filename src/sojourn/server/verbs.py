@@ -16,7 +16,7 @@ import msgspec
 
 from sojourn import faultpoints
 from sojourn.database.records import SnapshotRecord
-from sojourn.database.writes import InsertSnapshot
+from sojourn.database.writes import InsertSnapshot, SettleEffects
 from sojourn.errors import (
     CaptureFailed,
     CaptureRefused,
@@ -28,11 +28,11 @@ from sojourn.errors import (
 from sojourn.lifecycle import Command, Verb, decide, expired, settled_deadline
 from sojourn.model import LayerRef, SessionState, Snapshot, SnapshotKind
 from sojourn.model.snapshots import SnapshotConfig
-from sojourn.node import captures
+from sojourn.node import captures, hooks
 from sojourn.node.isolation.base import Capability
 from sojourn.server.context import Context
 from sojourn.server.operations import Run
-from sojourn.server.placements import Placements, suspended_changes
+from sojourn.server.placements import Placements, hook_events, suspended_changes
 from sojourn.server.registry import ActiveSession
 from sojourn.server.snapshots import Snapshots
 from sojourn.server.views import snapshot_info
@@ -44,11 +44,13 @@ _ABORT_SECONDS = 0.2
 
 
 class SealPlan(msgspec.Struct, frozen=True):
-    """What is left to do of a sealed sandbox: recorded before it is ended."""
+    """What is left to do of a sealed sandbox: recorded before it is ended. `taken_at` is when it
+    still ran."""
 
     sandbox: str
     snapshot: Snapshot
     layer: LayerRef | None
+    taken_at: float | None = None
 
 
 class Verbs:
@@ -134,6 +136,7 @@ class Verbs:
             if active.state is SessionState.PAUSED and await self._placements.check_held(active):
                 try:
                     await self._context.sandbox(active).thaw()
+                    await self._context.networks.thawed(active.session)
                 except SandboxLost as error:
                     await self._placements.lost(active, error.message)
                 else:
@@ -185,10 +188,16 @@ class Verbs:
                 if memory and not sandbox.has(Capability.LIVE_CHECKPOINT):
                     memory = False
                 async with self._context.guard.publishing():
+                    taken_at = time.time()
                     captured = await captures.capture_live(sandbox, memory=memory)
                     faultpoints.reach("snapshot.capture")
                     await self._add(
-                        run, captured.layers, captured.memory, label, sandbox.record.config
+                        run,
+                        captured.layers,
+                        captured.memory,
+                        label,
+                        sandbox.record.config,
+                        taken_at=taken_at,
                     )
             else:
                 async with self._context.guard.publishing():
@@ -209,6 +218,8 @@ class Verbs:
         memory: Any,
         label: str | None,
         config: SnapshotConfig,
+        *,
+        taken_at: float | None = None,
     ) -> None:
         active = run.active
         session = active.session
@@ -224,6 +235,7 @@ class Verbs:
             run.event(
                 before=session.head, after=snapshot.id, label=label, memory=memory is not None
             ),
+            taken_at=taken_at,
         )
 
     # -- suspend ----------------------------------------------------------------------------
@@ -243,8 +255,13 @@ class Verbs:
                 await self._done(run, {})
                 return
             memory = bool(run.request.get("memory", True))
-            if not self._context.sandbox(active).has(Capability.MEMORY):
+            sandbox = self._context.sandbox(active)
+            if not sandbox.has(Capability.MEMORY):
                 memory = False
+            if not sandbox.frozen:  # nothing runs in a paused one
+                runs = await hooks.run(sandbox.guest, hooks.PRE_SUSPEND, "suspend")
+                if events := hook_events(active, runs, run):
+                    await self._context.database.commit(events, durable=False)
             try:
                 await self._seal(run, memory)
             except CaptureRefused:
@@ -271,6 +288,7 @@ class Verbs:
         was_paused = sandbox.frozen
         async with self._context.guard.publishing():
             faultpoints.reach("suspend.capture.before")
+            taken_at = time.time()
             sealed = await captures.capture_final(sandbox, memory=memory)
             faultpoints.reach("suspend.capture")
             plan = SealPlan(
@@ -283,6 +301,7 @@ class Verbs:
                     SnapshotKind.SUSPEND,
                 ),
                 layer=sealed.layer,
+                taken_at=taken_at,
             )
             try:
                 await run.step("seal", plan=msgspec.to_builtins(plan))
@@ -328,6 +347,7 @@ class Verbs:
             active,
             suspended_changes(session) | {"head": plan.snapshot.id, "cause": None},
             InsertSnapshot(record),
+            SettleEffects(session.id, plan.snapshot.id, plan.taken_at or plan.snapshot.created_at),
             run.finish(None),
             run.event(
                 before=session.head,

@@ -180,8 +180,15 @@ class EffectInfo(Effect, frozen=True):
     lasting: bool = True
 
 
+class EffectPage(msgspec.Struct, frozen=True):
+    """One page, oldest first; `next` is the cursor of the following one."""
+
+    items: list[EffectInfo]
+    next: str | None
+
+
 class EffectsLeft(msgspec.Struct, frozen=True):
-    """The lasting effects between two states: how many, and the first thousand, oldest first."""
+    """The lasting effects between two states: how many, and the oldest of them (at most 200)."""
 
     count: int
     effects: list[EffectInfo]
@@ -498,6 +505,18 @@ class ObjectStoreInfo(msgspec.Struct, frozen=True):
     in_data: bool = False
 
 
+class GatewayInfo(msgspec.Struct, frozen=True):
+    """The process through which sessions reach the outside: `running` since `since`, how often it
+    was started again, how many sandboxes it serves, and what ended the last one (`error`)."""
+
+    running: bool
+    pid: int | None
+    since: float | None
+    restarts: int
+    sandboxes: int
+    error: str | None = None
+
+
 class StatusInfo(msgspec.Struct, frozen=True):
     """The server at a glance."""
 
@@ -509,6 +528,7 @@ class StatusInfo(msgspec.Struct, frozen=True):
     disk_free_bytes: int
     store_bytes: int
     objects: ObjectStoreInfo | None = None
+    gateway: GatewayInfo | None = None
 
 
 class HealthInfo(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from sojourn.errors import (
     CaptureFailed,
     CaptureRefused,
     Conflict,
+    EffectsInTheWay,
     IdempotencyMismatch,
     InvalidRequest,
     NameTaken,
@@ -123,7 +124,7 @@ async def get(call: Call) -> ASGIApp:
 @endpoint(
     "PATCH",
     "/v1/sessions/{ref}",
-    "Change a session's name, labels, limits or policy",
+    "Change a session's name, labels, limits, policy or network",
     body=UpdateSession,
     answers={200: SessionInfo},
     errors=(SessionNotFound, NameTaken, InvalidRequest),
@@ -243,11 +244,13 @@ async def resume(call: Call) -> ASGIApp:
     answers=verb_answers(),
     query=VERB_QUERY,
     key=True,
-    errors=(*_VERB_ERRORS, SnapshotNotFound, ResumeFailed),
+    errors=(*_VERB_ERRORS, SnapshotNotFound, ResumeFailed, EffectsInTheWay),
     example={"snapshot": "before-upgrade"},
 )
 async def rollback(call: Call, body: RollbackRequest) -> ASGIApp:
-    operation = await call.service.rollback(call.who, call.ref, body.snapshot, call.key)
+    operation = await call.service.rollback(
+        call.who, call.ref, body.snapshot, call.key, force=body.force
+    )
     return await verb_answer(call, operation)
 
 
@@ -259,7 +262,14 @@ async def rollback(call: Call, body: RollbackRequest) -> ASGIApp:
     answers=verb_answers(201),
     query=VERB_QUERY,
     key=True,
-    errors=(*_VERB_ERRORS, *_CAPTURE_ERRORS, SnapshotNotFound, NameTaken, ResumeFailed),
+    errors=(
+        *_VERB_ERRORS,
+        *_CAPTURE_ERRORS,
+        SnapshotNotFound,
+        NameTaken,
+        ResumeFailed,
+        EffectsInTheWay,
+    ),
     example={"n": 2, "names": ["left", "right"]},
 )
 async def fork(call: Call, body: ForkRequest) -> ASGIApp:

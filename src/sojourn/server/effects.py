@@ -1,0 +1,201 @@
+"""What leaves sessions, on record; and what a step back in their history leaves behind.
+
+Guarantee: a request that cannot be repeated is on disk, with the snapshot before it, before its
+first byte leaves; what was under way when the gateway ended is recorded as interrupted. A rollback
+therefore never forgets one: at most it names one whose answer is not known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import msgspec
+
+from sojourn.database.base import Database
+from sojourn.database.records import EffectRecord
+from sojourn.database.writes import AppendEvent, PutEffect, Write
+from sojourn.errors import EffectsInTheWay, InvalidRequest, SessionNotFound, SojournError
+from sojourn.gateway.messages import Began, Ended
+from sojourn.model import Session
+from sojourn.model.network import Effect, OnEffects
+from sojourn.server.registry import Registry
+from sojourn.wire.api import EffectInfo, EffectPage, EffectsLeft
+
+log = logging.getLogger(__name__)
+
+# Methods that only read (RFC 9110, section 9.2.1). All others may have done something for good,
+# also those that may be repeated (PUT, DELETE).
+_READING = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+_QUIET_SECONDS = 0.05
+_MOST_AT_ONCE = 200
+_MOST_LISTED = 200  # with what a verb or a comparison tells
+_TOLD = 20  # in errors and events; all of them are asked for by themselves
+
+
+def lasting(effect: Effect) -> bool:
+    """Whether something may have happened outside that no rollback takes back."""
+    return not (effect.kind == "http" and effect.method.upper() in _READING)
+
+
+def effect_info(record: EffectRecord) -> EffectInfo:
+    """An effect as the API shows it."""
+    fields = {name: getattr(record.effect, name) for name in Effect.__struct_fields__}
+    return EffectInfo(**fields, snapshot=record.snapshot, lasting=record.lasting)
+
+
+def effect_line(effect: Effect) -> str:
+    """An effect in one line: `POST api.example.com/orders 201 12:03:11`."""
+    at = time.strftime("%H:%M:%S", time.gmtime(effect.began_at))
+    port = "" if effect.port in (80, 443) else f":{effect.port}"
+    how = str(effect.status) if effect.status is not None else effect.outcome
+    return f"{effect.method or effect.kind} {effect.host}{port}{effect.path} {how} {at}"
+
+
+class Effects:
+    """Records what the gateway tells, and finds it again."""
+
+    def __init__(self, database: Database, registry: Registry) -> None:
+        self._database = database
+        self._registry = registry
+        self._ended: list[Effect] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+
+    # -- record -----------------------------------------------------------------------------
+
+    async def handle(self, message: Began | Ended) -> None:
+        """Record what the gateway tells. Of what is about to leave, returns when it is on disk.
+
+        Raises SessionNotFound, StorageFull: it must not leave then."""
+        if isinstance(message, Ended):
+            self._ended.append(message.effect)
+            if self._flushing is None or self._flushing.done():
+                self._flushing = asyncio.create_task(self._flush_soon(), name="effects")
+            return
+        effect = message.effect
+        await self._database.commit(
+            [PutEffect(effect, lasting(effect)), self._event("network.request", effect, "ok")]
+        )
+
+    def _event(self, kind: str, effect: Effect, result: str) -> AppendEvent:
+        session: Session | None = None
+        active = self._registry.held(effect.session)
+        if active is not None:
+            session = active.session
+        details = msgspec.to_builtins(effect)
+        if kind == "network.request" and active is not None and active.commands:
+            details["during"] = active.commands[:5]
+        return AppendEvent(
+            session=effect.session,
+            kind=kind,
+            actor="session",
+            result=result,
+            details=details,
+            before=session.head if session is not None else None,
+        )
+
+    async def _flush_soon(self) -> None:
+        await asyncio.sleep(_QUIET_SECONDS)
+        while self._ended:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what ended since; nobody waits for it but who wants to see it."""
+        async with self._writing:
+            batch, self._ended = self._ended[:_MOST_AT_ONCE], self._ended[_MOST_AT_ONCE:]
+            if not batch:
+                return
+            try:
+                await self._write(batch)
+            except SessionNotFound:
+                for effect in batch:
+                    try:
+                        await self._write([effect])
+                    except SessionNotFound:
+                        continue  # deleted meanwhile, with all there is of it
+            except SojournError as error:
+                log.error("the ends of %d requests are not on record: %s", len(batch), error)
+
+    async def _write(self, effects: list[Effect]) -> None:
+        writes: list[Write] = []
+        for effect in effects:
+            kind = "network.request" if effect.idempotent else "network.response"
+            writes.append(PutEffect(effect, lasting(effect)))
+            writes.append(self._event(kind, effect, effect.outcome))
+        await self._database.commit(writes, durable=False)
+
+    async def interrupt(self) -> None:
+        """Mark what was under way as interrupted: no gateway process knows of it any more."""
+        while self._ended:
+            await self.flush()
+        while found := await self._database.open_effects(limit=_MOST_AT_ONCE):
+            now = time.time()
+            await self._write(
+                [
+                    msgspec.structs.replace(one.effect, outcome="interrupted", ended_at=now)
+                    for one in found
+                ]
+            )
+
+    # -- find -------------------------------------------------------------------------------
+
+    async def left(self, session: Session, base: str, tip: str | None = None) -> EffectsLeft:
+        """What going back from `tip` to `base` leaves behind; without a tip from the present."""
+        while self._ended:
+            await self.flush()
+        found, count = await self._database.effects_between(
+            base,
+            tip if tip is not None else session.head,
+            session=None if tip is not None else session.id,
+            limit=_MOST_LISTED,
+        )
+        return EffectsLeft(count, [effect_info(one) for one in found])
+
+    async def page(
+        self, session: Session, *, all: bool, cursor: str | None, limit: int
+    ) -> EffectPage:
+        """A page of what left a session, oldest first. Raises InvalidRequest."""
+        while self._ended:
+            await self.flush()
+        after = None if cursor is None else _read_cursor(cursor)
+        found = await self._database.list_effects(session.id, all=all, after=after, limit=limit + 1)
+        last = found[limit - 1].effect if len(found) > limit else None
+        return EffectPage(
+            items=[effect_info(one) for one in found[:limit]],
+            next=None if last is None else f"{last.began_at!r}~{last.id}",
+        )
+
+
+def _read_cursor(cursor: str) -> tuple[float, str]:
+    at, _, id = cursor.partition("~")
+    try:
+        return float(at), id
+    except ValueError:
+        raise InvalidRequest(f"{cursor!r} is no cursor of effects", field="cursor") from None
+
+
+def require_none(session: Session, verb: str, left: EffectsLeft, *, force: bool) -> None:
+    """Raise EffectsInTheWay where the session's policy refuses to leave effects behind."""
+    if force or not left.count or session.network.on_effects is not OnEffects.REFUSE:
+        return
+    some = "1 request" if left.count == 1 else f"{left.count} requests"
+    raise EffectsInTheWay(
+        f"the {verb} would leave behind {some} that cannot be taken back:"
+        f" {effect_line(left.effects[0])}{', ...' if left.count > 1 else ''}",
+        session=session.id,
+        count=left.count,
+        effects=[msgspec.to_builtins(one) for one in left.effects[:_TOLD]],
+    )
+
+
+def told(left: EffectsLeft | None) -> dict[str, Any]:
+    """The part of an event's details that tells what was left behind."""
+    if left is None or not left.count:
+        return {}
+    return {
+        "effects": left.count,
+        "requests": [effect_line(one) for one in left.effects[:_TOLD]],
+    }

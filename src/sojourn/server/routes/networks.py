@@ -1,0 +1,37 @@
+"""/v1/sessions/{ref}/effects: what left a session. Its policy is part of the session itself."""
+
+from __future__ import annotations
+
+from litestar.types import ASGIApp
+
+from sojourn.errors import InvalidRequest, SessionNotFound
+from sojourn.server.answers import json_answer
+from sojourn.server.endpoints import Call, Endpoint, endpoint
+from sojourn.server.queries import Query
+from sojourn.wire.api import EffectPage
+
+
+@endpoint(
+    "GET",
+    "/v1/sessions/{ref}/effects",
+    "List what left a session and cannot be taken back, oldest first, a page at a time",
+    answers={200: EffectPage},
+    query={
+        "all": Query("bool", "Also requests that only read.", default=False),
+        "limit": Query("int", "Effects on a page.", default=100, low=1, high=1000),
+        "cursor": Query("str", "`next` of the page before."),
+    },
+    errors=(SessionNotFound, InvalidRequest),
+)
+async def effects(call: Call) -> ASGIApp:
+    page = await call.service.effects(
+        call.who,
+        call.ref,
+        all=call.query["all"],
+        cursor=call.query["cursor"],
+        limit=call.query["limit"],
+    )
+    return json_answer(page)
+
+
+ENDPOINTS: list[Endpoint] = [effects]
