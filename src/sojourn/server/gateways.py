@@ -199,10 +199,9 @@ class Gateway:
         ours, its = socket.socketpair()
         with contextlib.ExitStack() as passed:
             passed.enter_context(its)
-            inherited = [its]
+            numbers = []
             if self.channel is not None:
-                inherited.append(passed.enter_context(self.channel()))
-            numbers = [one.fileno() for one in inherited]
+                numbers.append(passed.enter_context(self.channel()).fileno())
             ours.setblocking(False)
             control = self._control = await Control.open(ours, self._asked)
             self._starts += 1
@@ -210,7 +209,7 @@ class Gateway:
                 sys.executable,
                 "-m",
                 "sojourn.gateway.worker",
-                stdin=its,
+                stdin=its.fileno(),
                 stdout=asyncio.subprocess.DEVNULL,
                 pass_fds=numbers,
             )
