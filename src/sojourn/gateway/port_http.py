@@ -65,6 +65,8 @@ class _Inside:
                 assert not isinstance(event, type) or event is h11.PAUSED
                 return event
             data = await self.stream.read()
+            if not data and self.http.their_state is h11.SEND_RESPONSE:
+                raise ConnectionError("the program closed its connection without an answer")
             self.exposed.moved()
             self.http.receive_data(data)
 
