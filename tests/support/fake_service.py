@@ -63,6 +63,7 @@ from sojourn.wire.api import (
 from sojourn.wire.code import CodeResult
 from sojourn.wire.guest import Output, ProcessSpec, ProcessState
 from support.fake_guest import FakeGuest
+from support.fake_ports import FakePorts, FakeSecrets
 
 
 class Kept(msgspec.Struct):
@@ -132,6 +133,8 @@ class FakeService:
         }
         self._token_infos: dict[str, TokenInfo] = {}
         self._failures: dict[str, BaseException] = {}
+        self.secrets = FakeSecrets()
+        self.ports = FakePorts(self._find)
         self._changed = asyncio.Event()
         self.calls: dict[str, int] = defaultdict(int)
         self.archives: builtins.list[FakeArchive] = []
