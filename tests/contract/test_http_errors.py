@@ -69,8 +69,8 @@ def test_details_that_are_no_json_do_not_hide_the_error(rig: HttpRig) -> None:
 
 
 def target_of(one: Endpoint, session: str, other: str = "x") -> str:
-    path = one.path.replace("{ref}", session).replace("{process}", "1")
-    for name in ("operation", "snapshot", "turn", "token"):
+    path = one.path.replace("{ref}", session).replace("{process}", "1").replace("{port}", "1")
+    for name in ("operation", "snapshot", "turn", "token", "secret"):
         path = path.replace(f"{{{name}}}", other)
     values = [f"{name}=/x" for name, query in one.query.items() if query.required]
     if "mode" in one.query and one.query["mode"].required:

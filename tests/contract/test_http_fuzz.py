@@ -64,7 +64,7 @@ def check(status: int, raw: bytes) -> None:
 @relaxed
 @given(one=st.sampled_from(TAKING_JSON), body=json_bodies | st.binary(max_size=100))
 def test_bodies(line: http.client.HTTPConnection, one: Any, body: bytes) -> None:
-    path = one.path.replace("{ref}", "none").replace("{process}", "1")
+    path = one.path.replace("{ref}", "none").replace("{process}", "1").replace("{port}", "1")
     check(*ask(line, one.method, path + ("?wait=0" if "wait" in one.query else ""), body))
 
 
@@ -79,7 +79,7 @@ def test_queries(
 ) -> None:
     from urllib.parse import quote, quote_from_bytes
 
-    path = one.path.replace("{process}", "1")
+    path = one.path.replace("{process}", "1").replace("{port}", "1")
     for name in ("ref", "operation", "snapshot", "turn", "token"):
         path = path.replace(f"{{{name}}}", quote(values[0].decode("latin-1"), safe="") or "x")
     query = "&".join(
