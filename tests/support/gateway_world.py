@@ -99,7 +99,7 @@ class World:
             lines = ["link set lo up", f"addr add {ALLOWED_V6}/128 dev lo"]
             lines += [f"addr add {address}/32 dev lo" for address in _ADDRESSES]
             subprocess.run(["ip", "-batch", "-"], input="\n".join(lines).encode(), check=True)
-        except BaseException as error:
+        except (OSError, subprocess.CalledProcessError) as error:
             self._failure = error
             return
         finally:

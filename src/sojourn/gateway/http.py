@@ -187,6 +187,11 @@ class Exchanges:
         if isinstance(event, h11.ConnectionClosed):
             return None
         assert isinstance(event, h11.Request)
+        if event.http_version not in (b"1.0", b"1.1"):
+            raise malformed("only HTTP/1.1 and HTTP/1.0 are spoken here", 505)
+        size = sum(len(key) + len(value) + 4 for key, value in event.headers)
+        if size + len(event.target) > HEAD_BYTES:
+            raise malformed("a request's head is too large", 431)
         return event
 
     async def _guest_event(self) -> Event:
@@ -235,7 +240,7 @@ class Exchanges:
         default = 443 if way.tls else 80
         try:
             named = None
-            if target.startswith(b"/") or target == b"*":
+            if target.startswith(b"/") or (target == b"*" and request.method == b"OPTIONS"):
                 if way.said is None:
                     raise malformed("a proxy needs the whole address of a request")
             else:
