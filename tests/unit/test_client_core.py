@@ -43,13 +43,13 @@ def operation(state: str, result: Any = None, error: Any = None) -> OperationInf
 def test_a_verb_is_waited_for_and_carries_one_key() -> None:
     result, asked = drive(
         core_sessions.fork(
-            "s/1", n=1, snapshot=None, names=None, labels=None, start=True, key=None
+            "s/1", n=1, snapshot=None, names=None, labels=None, start=True, force=False, key=None
         ),
         (202, operation("pending")),
         (200, operation("running")),
         (200, operation("succeeded", [])),
     )
-    assert result == []
+    assert result == ([], None)
     assert asked[0].target == "/v1/sessions/s%2F1/fork?wait=60"
     assert [one.target for one in asked[1:]] == ["/v1/operations/opn_1?wait=60"] * 2
     assert all(one.repeatable for one in asked)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sojourn.client.async_process import AsyncProcess
     from sojourn.client.async_session import AsyncSession, AsyncTurn
     from sojourn.client.core_commands import ExecResult
+    from sojourn.client.core_networks import allow
     from sojourn.client.sync_client import Secrets, Sessions, Sojourn, Tokens
     from sojourn.client.sync_files import Files
     from sojourn.client.sync_process import Process
@@ -26,6 +27,7 @@ _MODULES = {
     "async_process": ("AsyncProcess",),
     "async_session": ("AsyncSession", "AsyncTurn"),
     "core_commands": ("ExecResult",),
+    "core_networks": ("allow",),
     "sync_client": ("Secrets", "Sessions", "Sojourn", "Tokens"),
     "sync_files": ("Files",),
     "sync_process": ("Process",),
@@ -51,6 +53,7 @@ __all__ = [
     "Sojourn",
     "Tokens",
     "Turn",
+    "allow",
 ]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from sojourn.client import core, core_ports, core_sessions
 from sojourn.client.async_session import AsyncSession
 from sojourn.client.async_transport import AsyncTransport, content_of
+from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_ports import UseLike
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.listings import Listing
@@ -99,11 +100,14 @@ class AsyncSessions:
         driver: str | None = None,
         user: str | None = None,
         cwd: str | None = None,
+        network: NetworkLike | None = None,
     ) -> AsyncSession:
         """Create a session and start its sandbox.
 
         `name` is unique among the tenant's live sessions. `env` is present in every command.
-        `limits` and `policy` are structs or mappings of their fields. The same `idempotency_key`
+        `limits` and `policy` are structs or mappings of their fields. `network` is what it reaches:
+        nothing unless it is given, see `allow`; also "open", or the words of the command line. The
+        same `idempotency_key`
         and arguments give the same session. Raises UnknownTemplate, NameTaken, QuotaExceeded,
         IdempotencyMismatch, InvalidRequest.
         """
@@ -115,6 +119,7 @@ class AsyncSessions:
                 env=env,
                 limits=limits,
                 policy=policy,
+                network=network,
                 driver=driver,
                 user=user,
                 cwd=cwd,

@@ -9,18 +9,22 @@ from typing import Any, Literal, overload
 
 import msgspec
 
-from sojourn.client import core_commands, core_files, core_ports, core_sessions
+from sojourn.client import core_commands, core_files, core_networks, core_ports, core_sessions
 from sojourn.client.async_files import AsyncFiles
 from sojourn.client.async_process import AsyncProcess
 from sojourn.client.async_transport import AsyncTransport, content_of
 from sojourn.client.core_commands import Command, ExecResult
+from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.listings import Listing
 from sojourn.errors import SojournError
+from sojourn.model.network import NetworkPolicy
 from sojourn.wire.api import (
     ArchiveInfo,
     DiffInfo,
     DurabilityInfo,
+    EffectInfo,
+    EffectsLeft,
     EventInfo,
     PortInfo,
     SessionInfo,
@@ -48,6 +52,7 @@ class AsyncSession:
     def __init__(self, transport: AsyncTransport, info: SessionInfo) -> None:
         self._transport = transport
         self.info = info
+        self._left_behind: EffectsLeft | None = None
         self.files = AsyncFiles(transport, info.id)
 
     def __repr__(self) -> str:
@@ -78,6 +83,17 @@ class AsyncSession:
         """Its labels, when last asked."""
         return self.info.labels
 
+    @property
+    def network(self) -> NetworkPolicy:
+        """Its network policy, when last asked."""
+        return self.info.network
+
+    @property
+    def left_behind(self) -> EffectsLeft | None:
+        """What the last rollback, promotion or fork here left behind: requests that cannot be taken
+        back; None where there were none."""
+        return self._left_behind
+
     async def refresh(self) -> AsyncSession:
         """Ask the server anew."""
         self.info = await self._transport.run(core_sessions.get_session(self.id))
@@ -90,12 +106,20 @@ class AsyncSession:
         labels: Labels | None = None,
         limits: LimitsLike | None = None,
         policy: PolicyLike | None = None,
+        network: NetworkLike | None = None,
     ) -> AsyncSession:
         """Change what is given; `name=None` takes the name away. Raises NameTaken."""
         self.info = await self._transport.run(
-            core_sessions.update(self.id, name=name, labels=labels, limits=limits, policy=policy)
+            core_sessions.update(
+                self.id, name=name, labels=labels, limits=limits, policy=policy, network=network
+            )
         )
         return self
+
+    async def set_network(self, network: NetworkLike) -> AsyncSession:
+        """Give it another network policy (see `allow`), in force when this returns: connections
+        that it does not allow are over. Raises InvalidRequest."""
+        return await self.update(network=network)
 
     async def keep_alive(self, seconds: float) -> AsyncSession:
         """Keep it from being suspended as idle for at least `seconds` from now."""
@@ -299,12 +323,16 @@ class AsyncSession:
             core_sessions.diff(self.id, first, second, text=text, limit=limit)
         )
 
-    async def rollback(self, snapshot: str | SnapshotInfo) -> AsyncSession:
+    async def rollback(self, snapshot: str | SnapshotInfo, *, force: bool = False) -> AsyncSession:
         """Go back to a snapshot, by id or label: files and, where it has memory, processes.
+        `left_behind` then tells of requests since that cannot be taken back; where the network
+        policy says `on_effects="refuse"`, only `force` goes through.
 
-        Raises SnapshotNotFound, ResumeFailed, IntegrityError."""
+        Raises SnapshotNotFound, EffectsInTheWay, ResumeFailed, IntegrityError."""
         name = core_sessions.snapshot_name(snapshot)
-        self.info = await self._transport.run(core_sessions.rollback(self.id, name))
+        self.info, self._left_behind = await self._transport.run(
+            core_sessions.rollback(self.id, name, force)
+        )
         return self
 
     async def fork(
@@ -315,13 +343,15 @@ class AsyncSession:
         names: list[str] | None = None,
         labels: Labels | None = None,
         start: bool = True,
+        force: bool = False,
         idempotency_key: str | None = None,
     ) -> list[AsyncSession]:
-        """Make `n` new sessions that go on from `snapshot` (None: from now), each by itself.
+        """Make `n` new sessions that go on from `snapshot` (None: from now), each by itself. Of an
+        older snapshot `left_behind` and `force` are as for `rollback`.
 
-        Raises SnapshotNotFound, CaptureRefused, NameTaken, ResumeFailed."""
+        Raises SnapshotNotFound, EffectsInTheWay, CaptureRefused, NameTaken, ResumeFailed."""
         source = None if snapshot is None else core_sessions.snapshot_name(snapshot)
-        found = await self._transport.run(
+        found, self._left_behind = await self._transport.run(
             core_sessions.fork(
                 self.id,
                 n=n,
@@ -329,6 +359,7 @@ class AsyncSession:
                 names=names,
                 labels=labels,
                 start=start,
+                force=force,
                 key=idempotency_key,
             )
         )
@@ -336,7 +367,7 @@ class AsyncSession:
 
     async def promote(self) -> AsyncSession:
         """Make this fork's head the head of the session it came from; gives that session."""
-        info = await self._transport.run(core_sessions.simple_verb(self.id, "promote"))
+        info, self._left_behind = await self._transport.run(core_sessions.promote(self.id))
         if info.id != self.id:
             return AsyncSession(self._transport, info)
         self.info = info
@@ -362,6 +393,11 @@ class AsyncSession:
         if follow:
             return self._transport.stream(core_files.event_source(self.id, after))
         return Listing(lambda: self._transport.run(core_sessions.events(self.id, after)))
+
+    async def effects(self, *, all: bool = False) -> list[EffectInfo]:
+        """What left it, oldest first: requests and connections that no rollback takes back; with
+        `all` also requests that only read."""
+        return await self._transport.run(core_networks.effects(self.id, all=all))
 
     @contextlib.asynccontextmanager
     async def turn(self, label: str | None = None) -> AsyncIterator[AsyncTurn]:

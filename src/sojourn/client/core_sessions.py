@@ -23,6 +23,7 @@ from sojourn.client.core import (
     verb,
     verb_result,
 )
+from sojourn.client.core_networks import NetworkLike, moved, network_of
 from sojourn.model import Limits, Policy
 from sojourn.wire.api import (
     CodeRequest,
@@ -30,6 +31,7 @@ from sojourn.wire.api import (
     CreateToken,
     DiffInfo,
     DurabilityInfo,
+    EffectsLeft,
     EventInfo,
     ForkRequest,
     HealthInfo,
@@ -79,6 +81,7 @@ def create(
     env: Mapping[str, str] | None,
     limits: LimitsLike | None,
     policy: PolicyLike | None,
+    network: NetworkLike | None,
     driver: str | None,
     user: str | None,
     cwd: str | None,
@@ -92,6 +95,7 @@ def create(
         env=dict(env or {}),
         limits=limits_of(limits),
         policy=policy_of(policy),
+        network=network_of(network),
         driver=driver,
         user=user,
         cwd=cwd,
@@ -132,6 +136,7 @@ def update(
     labels: Labels | None,
     limits: LimitsLike | None,
     policy: PolicyLike | None,
+    network: NetworkLike | None,
 ) -> Plan[SessionInfo]:
     """Change what is given."""
     body = UpdateSession(
@@ -139,6 +144,7 @@ def update(
         labels=msgspec.UNSET if labels is None else dict(labels),
         limits=limits_of(limits) or msgspec.UNSET,
         policy=policy_of(policy) or msgspec.UNSET,
+        network=network_of(network) or msgspec.UNSET,
     )
     response = yield Request(
         b"PATCH", session_path(ref), (JSON_TYPE,), json_body(body), repeatable=True
@@ -157,7 +163,7 @@ def keep_alive(ref: str, seconds: float) -> Plan[SessionInfo]:
 
 
 def simple_verb(ref: str, name: str, wait: str | None = None) -> Plan[SessionInfo]:
-    """Pause, resume or promote."""
+    """Pause or resume."""
     path = f"{session_path(ref)}/{name}"
     info: SessionInfo = yield from verb_result(SessionInfo, b"POST", path, wait=wait)
     return info
@@ -183,11 +189,18 @@ def durability(ref: str, *, wait: float, snapshot: str | None) -> Plan[Durabilit
     return info
 
 
-def rollback(ref: str, snapshot: str) -> Plan[SessionInfo]:
+Moved = tuple[SessionInfo, EffectsLeft | None]
+
+
+def rollback(ref: str, snapshot: str, force: bool) -> Plan[Moved]:
     """Go back to a snapshot."""
-    path, body = f"{session_path(ref)}/rollback", RollbackRequest(snapshot=snapshot)
-    info: SessionInfo = yield from verb_result(SessionInfo, b"POST", path, body)
-    return info
+    path, body = f"{session_path(ref)}/rollback", RollbackRequest(snapshot=snapshot, force=force)
+    return (yield from moved(SessionInfo, path, body))
+
+
+def promote(ref: str) -> Plan[Moved]:
+    """Make a fork's head its parent's."""
+    return (yield from moved(SessionInfo, f"{session_path(ref)}/promote"))
 
 
 def fork(
@@ -198,15 +211,15 @@ def fork(
     names: list[str] | None,
     labels: Labels | None,
     start: bool,
+    force: bool,
     key: str | None,
-) -> Plan[list[SessionInfo]]:
+) -> Plan[tuple[list[SessionInfo], EffectsLeft | None]]:
     """Make new sessions from a snapshot or from now."""
-    body = ForkRequest(n=n, snapshot=snapshot, names=names, labels=dict(labels or {}), start=start)
-    path = f"{session_path(ref)}/fork"
-    infos: list[SessionInfo] = yield from verb_result(
-        list[SessionInfo], b"POST", path, body, key=key
+    body = ForkRequest(
+        n=n, snapshot=snapshot, names=names, labels=dict(labels or {}), start=start, force=force
     )
-    return infos
+    path = f"{session_path(ref)}/fork"
+    return (yield from moved(list[SessionInfo], path, body, key=key))
 
 
 def delete(ref: str) -> Plan[None]:

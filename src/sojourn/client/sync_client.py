@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sojourn.client import core, core_ports, core_sessions
+from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_ports import UseLike
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.sync_session import Session
@@ -95,11 +96,14 @@ class Sessions:
         driver: str | None = None,
         user: str | None = None,
         cwd: str | None = None,
+        network: NetworkLike | None = None,
     ) -> Session:
         """Create a session and start its sandbox.
 
         `name` is unique among the tenant's live sessions. `env` is present in every command.
-        `limits` and `policy` are structs or mappings of their fields. The same `idempotency_key`
+        `limits` and `policy` are structs or mappings of their fields. `network` is what it reaches:
+        nothing unless it is given, see `allow`; also "open", or the words of the command line. The
+        same `idempotency_key`
         and arguments give the same session. Raises UnknownTemplate, NameTaken, QuotaExceeded,
         IdempotencyMismatch, InvalidRequest.
         """
@@ -111,6 +115,7 @@ class Sessions:
                 env=env,
                 limits=limits,
                 policy=policy,
+                network=network,
                 driver=driver,
                 user=user,
                 cwd=cwd,

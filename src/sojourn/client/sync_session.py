@@ -9,17 +9,21 @@ from typing import Any, Literal, overload
 
 import msgspec
 
-from sojourn.client import core_commands, core_files, core_ports, core_sessions
+from sojourn.client import core_commands, core_files, core_networks, core_ports, core_sessions
 from sojourn.client.core_commands import Command, ExecResult
+from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.sync_files import Files
 from sojourn.client.sync_process import Process
 from sojourn.client.transport import Transport, content_of
 from sojourn.errors import SojournError
+from sojourn.model.network import NetworkPolicy
 from sojourn.wire.api import (
     ArchiveInfo,
     DiffInfo,
     DurabilityInfo,
+    EffectInfo,
+    EffectsLeft,
     EventInfo,
     PortInfo,
     SessionInfo,
@@ -47,6 +51,7 @@ class Session:
     def __init__(self, transport: Transport, info: SessionInfo) -> None:
         self._transport = transport
         self.info = info
+        self._left_behind: EffectsLeft | None = None
         self.files = Files(transport, info.id)
 
     def __repr__(self) -> str:
@@ -77,6 +82,17 @@ class Session:
         """Its labels, when last asked."""
         return self.info.labels
 
+    @property
+    def network(self) -> NetworkPolicy:
+        """Its network policy, when last asked."""
+        return self.info.network
+
+    @property
+    def left_behind(self) -> EffectsLeft | None:
+        """What the last rollback, promotion or fork here left behind: requests that cannot be taken
+        back; None where there were none."""
+        return self._left_behind
+
     def refresh(self) -> Session:
         """Ask the server anew."""
         self.info = self._transport.run(core_sessions.get_session(self.id))
@@ -89,12 +105,20 @@ class Session:
         labels: Labels | None = None,
         limits: LimitsLike | None = None,
         policy: PolicyLike | None = None,
+        network: NetworkLike | None = None,
     ) -> Session:
         """Change what is given; `name=None` takes the name away. Raises NameTaken."""
         self.info = self._transport.run(
-            core_sessions.update(self.id, name=name, labels=labels, limits=limits, policy=policy)
+            core_sessions.update(
+                self.id, name=name, labels=labels, limits=limits, policy=policy, network=network
+            )
         )
         return self
+
+    def set_network(self, network: NetworkLike) -> Session:
+        """Give it another network policy (see `allow`), in force when this returns: connections
+        that it does not allow are over. Raises InvalidRequest."""
+        return self.update(network=network)
 
     def keep_alive(self, seconds: float) -> Session:
         """Keep it from being suspended as idle for at least `seconds` from now."""
@@ -296,12 +320,16 @@ class Session:
             core_sessions.diff(self.id, first, second, text=text, limit=limit)
         )
 
-    def rollback(self, snapshot: str | SnapshotInfo) -> Session:
+    def rollback(self, snapshot: str | SnapshotInfo, *, force: bool = False) -> Session:
         """Go back to a snapshot, by id or label: files and, where it has memory, processes.
+        `left_behind` then tells of requests since that cannot be taken back; where the network
+        policy says `on_effects="refuse"`, only `force` goes through.
 
-        Raises SnapshotNotFound, ResumeFailed, IntegrityError."""
+        Raises SnapshotNotFound, EffectsInTheWay, ResumeFailed, IntegrityError."""
         name = core_sessions.snapshot_name(snapshot)
-        self.info = self._transport.run(core_sessions.rollback(self.id, name))
+        self.info, self._left_behind = self._transport.run(
+            core_sessions.rollback(self.id, name, force)
+        )
         return self
 
     def fork(
@@ -312,13 +340,15 @@ class Session:
         names: list[str] | None = None,
         labels: Labels | None = None,
         start: bool = True,
+        force: bool = False,
         idempotency_key: str | None = None,
     ) -> list[Session]:
-        """Make `n` new sessions that go on from `snapshot` (None: from now), each by itself.
+        """Make `n` new sessions that go on from `snapshot` (None: from now), each by itself. Of an
+        older snapshot `left_behind` and `force` are as for `rollback`.
 
-        Raises SnapshotNotFound, CaptureRefused, NameTaken, ResumeFailed."""
+        Raises SnapshotNotFound, EffectsInTheWay, CaptureRefused, NameTaken, ResumeFailed."""
         source = None if snapshot is None else core_sessions.snapshot_name(snapshot)
-        found = self._transport.run(
+        found, self._left_behind = self._transport.run(
             core_sessions.fork(
                 self.id,
                 n=n,
@@ -326,6 +356,7 @@ class Session:
                 names=names,
                 labels=labels,
                 start=start,
+                force=force,
                 key=idempotency_key,
             )
         )
@@ -333,7 +364,7 @@ class Session:
 
     def promote(self) -> Session:
         """Make this fork's head the head of the session it came from; gives that session."""
-        info = self._transport.run(core_sessions.simple_verb(self.id, "promote"))
+        info, self._left_behind = self._transport.run(core_sessions.promote(self.id))
         if info.id != self.id:
             return Session(self._transport, info)
         self.info = info
@@ -359,6 +390,11 @@ class Session:
         if follow:
             return self._transport.stream(core_files.event_source(self.id, after))
         return self._transport.run(core_sessions.events(self.id, after))
+
+    def effects(self, *, all: bool = False) -> list[EffectInfo]:
+        """What left it, oldest first: requests and connections that no rollback takes back; with
+        `all` also requests that only read."""
+        return self._transport.run(core_networks.effects(self.id, all=all))
 
     @contextlib.contextmanager
     def turn(self, label: str | None = None) -> Iterator[Turn]:

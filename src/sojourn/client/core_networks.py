@@ -1,0 +1,108 @@
+"""Plans about the networks of sessions, and how policies are written down.
+
+Guarantee: what is given in any of its forms becomes one policy or an error that names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from sojourn.client.core import Plan, convert, get, session_path, verb
+from sojourn.errors import InvalidRequest, SojournError
+from sojourn.model.network import NetworkMode, NetworkPolicy, NetworkRule
+from sojourn.wire.api import EffectInfo, EffectPage, EffectsLeft
+
+NetworkLike = NetworkPolicy | Mapping[str, Any] | str
+PAGE = 1000
+
+
+def allow(*targets: str, inspect: bool = True, **policy: Any) -> NetworkPolicy:
+    """A policy that lets these through and nothing else: domains (`api.example.com`,
+    `*.example.com`), networks (`203.0.113.0/24`), each with `:PORT` for another port than those of
+    the web. `policy` are further fields of NetworkPolicy. Raises InvalidRequest.
+
+        client.sessions.create(network=allow("api.example.com", "*.pypi.example"))
+    """
+    rules: list[NetworkRule] = []
+    for target in targets:
+        host, port = _split(target)
+        rules.append(
+            NetworkRule(
+                name=_rule_name(target, {rule.name for rule in rules}),
+                domains=[] if _is_network(host) else [host],
+                cidrs=[host] if _is_network(host) else [],
+                ports=[] if port is None else [port],
+                inspect=inspect,
+            )
+        )
+    fields = {"mode": NetworkMode.ALLOWLIST, "rules": rules} | policy
+    return convert(fields | {"rules": msgspec.to_builtins(rules)}, NetworkPolicy, "network")
+
+
+def _split(target: str) -> tuple[str, int | None]:
+    host, colon, port = target.rpartition(":")
+    if not colon or "]" in port or (host.count(":") and not host.endswith("]")):
+        host, port = target, ""  # no port: a plain name, or an address of many colons
+    if port and not (port.isascii() and port.isdigit()):
+        raise InvalidRequest(f"{target!r}: {port!r} is no port", field="network")
+    return host.strip().removeprefix("[").removesuffix("]"), int(port) if port else None
+
+
+def _is_network(host: str) -> bool:
+    return "/" in host or ":" in host or host.replace(".", "").isdigit()
+
+
+def _rule_name(target: str, taken: set[str]) -> str:
+    letters = "".join(one if one.isascii() and one.isalnum() else "-" for one in target)
+    name = letters.strip("-")[:50].strip("-") or "rule"
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    return found
+
+
+def network_of(value: NetworkLike | None) -> NetworkPolicy | None:
+    """A policy from what a caller gives: a policy, its fields, or in words `none`, `open` or
+    `allow=TARGET[,TARGET...]`. Raises InvalidRequest."""
+    if value is None or isinstance(value, NetworkPolicy):
+        return value
+    if not isinstance(value, str):
+        return convert(value, NetworkPolicy, "network")
+    if value in (NetworkMode.NONE, NetworkMode.OPEN):
+        return NetworkPolicy(mode=NetworkMode(value))
+    kind, equals, targets = value.partition("=")
+    if kind != "allow" or not equals or not targets.strip(" ,"):
+        raise InvalidRequest(
+            f"network {value!r} is not none, open or allow=DOMAIN[:PORT][,...]", field="network"
+        )
+    return allow(*(one.strip() for one in targets.split(",") if one.strip()))
+
+
+def effects(ref: str, *, all: bool) -> Plan[list[EffectInfo]]:
+    """What left a session, all pages."""
+    found: list[EffectInfo] = []
+    cursor: str | None = None
+    while True:
+        page: EffectPage = yield from get(
+            f"{session_path(ref)}/effects", EffectPage, all=all, limit=PAGE, cursor=cursor
+        )
+        found += page.items
+        cursor = page.next
+        if cursor is None:
+            return found
+
+
+def moved(
+    kind: Any, path: str, value: Any = None, *, key: str | None = None, wait: str | None = None
+) -> Plan[tuple[Any, EffectsLeft | None]]:
+    """Do a verb that moves in the tree: its result as a type, and what it left behind."""
+    operation = yield from verb(b"POST", path, value, key=key, wait=wait)
+    try:
+        result = msgspec.convert(operation.result if operation else None, kind)
+    except msgspec.ValidationError as error:
+        raise SojournError(f"the operation's result was not understood: {error}") from error
+    return result, operation.effects if operation else None
