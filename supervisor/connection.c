@@ -3,7 +3,10 @@
 
 #include "dispatch.h"
 #include "loop.h"
+#include "network.h"
+#include "process.h"
 #include "state.h"
+#include "tunnels.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -16,6 +19,7 @@
 #define OUT_LIMIT (4u << 20)   /* stop taking requests while this much waits to be sent */
 #define OUT_COMFORT (1u << 20) /* producers of long answers pause above this */
 #define KEPT_LIMIT 4096        /* answers kept for a repeat */
+#define PARK_PATIENCE (200 * MS) /* for the gateway; a tunnel it still holds then is reset */
 
 static void ready(struct source *source, uint32_t events);
 
@@ -25,6 +29,7 @@ static struct bytes in, out;
 static size_t in_at, out_at;
 static bool attached, leaving, broken;
 static uint64_t next_try, pause_ns, lost_at;
+static uint64_t detach_id, park_until; /* a detach that waits for the tunnels; 0: none */
 static unsigned char client[CLIENT_ID_SIZE];
 static uint64_t client_number;
 
@@ -80,6 +85,9 @@ static void drop_connection(void)
     bytes_free(&out);
     in_at = out_at = 0;
     attached = leaving = broken = false;
+    detach_id = 0;
+    tunnels_park();
+    tunnels_park_end();
     dispatch_parked_drop();
     lost_at = now_ns();
     next_try = lost_at + MS;
@@ -196,6 +204,7 @@ static void attach(struct request *request)
     }
     attached = true;
     answer_result(request->id, request->op, 0, NULL);
+    tunnels_attached();
 }
 
 static void acknowledge_many(struct reader *body)
@@ -232,9 +241,9 @@ static void take_frame(const struct frame_header *header, const unsigned char *b
         return;
     case OP_DETACH:
         acknowledge_many(&request.body);
-        process_hurry(); /* whoever is left waiting knows at least which command it waits for */
-        answer_result(request.id, request.op, 0, NULL);
-        leaving = true;
+        detach_id = request.id;
+        park_until = now_ns() + PARK_PATIENCE;
+        tunnels_park();
         return;
     default:
         if ((op_mutates(request.op) || request.op == OP_RUN) && repeat(request.id))
@@ -247,7 +256,7 @@ static void take_frame(const struct frame_header *header, const unsigned char *b
 static void take_frames(void)
 {
     struct frame_header header;
-    while (!broken && !leaving && in.length - in_at >= sizeof header &&
+    while (!broken && !leaving && !detach_id && in.length - in_at >= sizeof header &&
            out.length - out_at < OUT_LIMIT) {
         memcpy(&header, in.data + in_at, sizeof header);
         if (header.length > MAX_BODY) {
@@ -301,6 +310,7 @@ static void try_connect(uint64_t now)
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd >= 0 && !connect(fd, (struct sockaddr *)&address, sizeof address)) {
         link_source.fd = fd;
+        network_woken(); /* nobody has come while it was frozen: it may have been restored */
         frame_begin(0, OP_HELLO);
         state_put_hello(&frame);
         frame_send(0, false);
@@ -322,7 +332,7 @@ uint64_t connection_deadline(void)
 {
     if (link_source.fd < 0)
         return next_try;
-    return NEVER;
+    return detach_id ? park_until : NEVER;
 }
 
 void connection_serve(uint64_t now)
@@ -332,6 +342,13 @@ void connection_serve(uint64_t now)
             try_connect(now);
         if (link_source.fd < 0)
             return;
+    }
+    if (detach_id && (tunnels_parked() || now >= park_until)) {
+        tunnels_park_end();
+        process_hurry(); /* whoever is left waiting knows at least which command it waits for */
+        answer_result(detach_id, OP_DETACH, 0, NULL);
+        detach_id = 0;
+        leaving = true;
     }
     size_t waiting = out.length - out_at;
     flush();

@@ -4,8 +4,10 @@
 #include "files.h"
 #include "jobs.h"
 #include "listing.h"
+#include "network.h"
 #include "process.h"
 #include "state.h"
+#include "tunnels.h"
 #include "uploads.h"
 #include "watch.h"
 
@@ -65,6 +67,8 @@ static const struct entry table[] = {
     [OP_UNLINKED] = {state_unlinked, false},
     [OP_SYNC] = {state_sync, false},
     [OP_REFRESH] = {state_refresh, true},
+    [OP_NETWORK] = {network_switch, true},
+    [OP_DIAL] = {tunnels_dial, true},
 };
 
 static const struct entry *find(uint16_t op)
@@ -87,7 +91,7 @@ bool dispatch(struct request *request)
         answer_error(request->id, request->op, ENOSYS, STAGE_NONE, "unknown operation");
         return true;
     }
-    if (jobs_running(request->id))
+    if (jobs_running(request->id) || tunnels_dialing(request->id))
         return true; /* repeated while its first copy is at work; that one will answer */
     entry->handle(request);
     return !request->body.bad;

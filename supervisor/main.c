@@ -4,13 +4,16 @@
  * one node at a time over a connection that it opens itself and that can go away at any moment
  * without loss. It needs nothing of the template it runs in. */
 #include "connection.h"
+#include "enter.h"
 #include "files.h"
 #include "guard.h"
 #include "listing.h"
 #include "loop.h"
+#include "network.h"
 #include "process.h"
 #include "spawn.h"
 #include "state.h"
+#include "tunnels.h"
 #include "watch.h"
 
 #include <getopt.h>
@@ -34,6 +37,8 @@ static int usage(int status)
 {
     fputs("usage: sojourn-supervisor [--socket PATH] [--user USER] [--cwd DIRECTORY]\n"
           "                          [--max-processes N] [--max-file BYTES] [--derive-home]\n"
+          "                          [--own-network]\n"
+          "       sojourn-supervisor --enter|--enter-plain FILE COMMAND...\n"
           "       sojourn-supervisor --version\n",
           status ? stderr : stdout);
     return status;
@@ -45,8 +50,12 @@ int main(int argc, char **argv)
         {"socket", required_argument, NULL, 's'}, {"user", required_argument, NULL, 'u'},
         {"cwd", required_argument, NULL, 'c'},    {"max-processes", required_argument, NULL, 'm'},
         {"max-file", required_argument, NULL, 'f'}, {"derive-home", no_argument, NULL, 'd'},
-        {"version", no_argument, NULL, 'v'},      {"help", no_argument, NULL, 'h'},
+        {"own-network", no_argument, NULL, 'n'}, {"version", no_argument, NULL, 'v'},      {"help", no_argument, NULL, 'h'},
         {NULL, 0, NULL, 0}};
+    int entered = enter(argc, argv);
+    if (entered >= 0)
+        return entered;
+    bool own_network = false;
     const char *socket = "/run/sojourn/node/node.sock", *user = "0", *cwd = "";
     for (int option; (option = getopt_long(argc, argv, "", options, NULL)) != -1;) {
         switch (option) {
@@ -68,6 +77,9 @@ int main(int argc, char **argv)
         case 'd':
             /* The runtime gave us root's; every command gets that of its user. */
             unsetenv("HOME");
+            break;
+        case 'n':
+            own_network = true;
             break;
         case 'v':
             printf("sojourn-supervisor wire %d\n", WIRE_VERSION);
@@ -97,6 +109,7 @@ int main(int argc, char **argv)
     files_defaults(user);
     loop_watch(&children, EPOLLIN);
     connection_open(socket);
+    network_open(socket, own_network);
     for (;;) {
         uint64_t now = now_ns();
         uint64_t deadline = process_timers(now), other = guard_timers(now);
@@ -106,6 +119,9 @@ int main(int argc, char **argv)
         watch_serve();
         bool more = listing_serve();
         connection_serve(now);
+        other = tunnels_timers(now);
+        if (other < deadline)
+            deadline = other;
         other = connection_deadline();
         if (other < deadline)
             deadline = other;

@@ -3,6 +3,7 @@
 
 #include "guard.h"
 #include "jobs.h"
+#include "network.h"
 #include "process.h"
 
 #include <dirent.h>
@@ -45,6 +46,7 @@ void state_put_hello(struct bytes *to)
     put_u32(to, MAX_BODY);
     put_blob(to, boot_id, sizeof boot_id);
     put_text(to, shell());
+    put_u32(to, network_features());
 }
 
 void state_info(struct request *request)
@@ -296,6 +298,7 @@ void state_refresh(struct request *request)
     if (request->body.bad)
         return;
     state_open();
+    network_woken();
     int error = publish("generation", generation, length);
     if (error) {
         answer_error(request->id, request->op, error, STAGE_NONE, DIRECTORY "/generation");

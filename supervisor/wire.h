@@ -67,6 +67,14 @@ enum op {
     OP_UNLINKED = 65,
     OP_SYNC = 66,
     OP_REFRESH = 67,
+    OP_NETWORK = 68,
+    OP_DIAL = 69,
+};
+
+/* In HELLO: what a supervisor of an older memory image cannot do. */
+enum feature {
+    FEATURE_TUNNELS = 1,
+    FEATURE_TRANSPARENT = 2,
 };
 
 /* Where a request failed, first byte of the body of every answer that carries an errno. */

@@ -205,8 +205,11 @@ class Rig:
 def driver_guest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program of `tests/support/driver_guest.c`, built with the host's compiler."""
     source = Path(__file__).parents[1] / "support" / "driver_guest.c"
+    entering = Path(__file__).parents[2] / "supervisor" / "enter.c"
     program = tmp_path_factory.mktemp("guest") / "guest"
-    subprocess.run(["cc", "-static", "-O1", "-o", program, source], check=True)
+    subprocess.run(
+        ["cc", "-D_GNU_SOURCE", "-static", "-O1", "-o", program, source, entering], check=True
+    )
     return program
 
 

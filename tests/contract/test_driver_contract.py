@@ -327,10 +327,14 @@ def test_restore_uses_the_supervisor_of_the_image(rig: Rig, tmp_path: Path) -> N
     box = rig.started(supervisor=old)
     image = put_away(rig, box)
     rig.end(box)
-    # An upgrade: the path now holds something that could not go on in the old one's memory.
-    old.write_bytes(b"#!/bin/false\n")
+    # An upgrade: the path now holds another program, which could not go on in the old one's memory.
+    taken = (image / "supervisor").read_text()
+    old.write_bytes(rig.guest.read_bytes() + b"newer")
     again = rig.box(over=box, supervisor=old)
     rig.driver.restore(again.spec, image)
+    assert (
+        again.spec.directory / "driver" / again.spec.sandbox / "supervisor"
+    ).read_text() == taken
     again.attach()
     again.ok("append /log")
 

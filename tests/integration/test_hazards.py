@@ -125,7 +125,9 @@ for family, address in (
 ):
     for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
         with socket.socket(family, kind) as one:
-            found.append(outcome(lambda: one.connect(address)))
+            one.settimeout(10)
+            # A datagram may be connected to any address; who sends one learns that it is refused.
+            found.append(outcome(lambda: (one.connect(address), one.send(b"?"), one.recv(9))))
 interfaces = sorted(line.split(":")[0].strip() for line in open("/proc/net/dev") if ":" in line)
 """
 

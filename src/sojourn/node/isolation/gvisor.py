@@ -81,7 +81,12 @@ class GVisorDriver:
         self._state = gvisor_state.open_state(state)
         self._tree = CgroupTree(scope)
         self.runtime = f"runsc {self._version()}"
-        found = {Capability.MEMORY, Capability.FREEZE, Capability.LIVE_CHECKPOINT}
+        found = {
+            Capability.MEMORY,
+            Capability.FREEZE,
+            Capability.LIVE_CHECKPOINT,
+            Capability.NETWORK,
+        }
         if self._tree.hard_limits:
             found.add(Capability.HARD_LIMITS)
         self.capabilities = frozenset(found)
@@ -120,12 +125,13 @@ class GVisorDriver:
             # The configuration holds the session's environment.
             write_private(files / "config.json", json.dumps(oci_config(spec, supervisor)))
             write_private(files / "supervisor", supervisor.name)
+            helper = self._supervisors.keep(spec.supervisor)
             group = self._tree.group(spec.sandbox)
             self._tree.prepare()
             group.create(_group_limits(spec.limits))
             finished = processes.run(
                 [
-                    *gvisor_host.with_memory_of(spec.limits.memory_bytes, files),
+                    *gvisor_host.surroundings(helper, supervisor, spec.limits.memory_bytes, files),
                     *self._command(files),
                     *command,
                     "-bundle",
@@ -490,8 +496,9 @@ class GVisorDriver:
 
 
 def _network_flags() -> list[str]:
-    """No interface but the loopback; connections through it outlive a checkpoint."""
-    return ["--network=none", "--net-disconnect-ok"]
+    """No interface but the loopback, as the namespace has it; connections through it outlive a
+    checkpoint. Raw sockets are for the supervisor, which sets the packet tables with them."""
+    return ["--network=sandbox", "--net-disconnect-ok", "--net-raw"]
 
 
 def _group_limits(limits: Limits) -> GroupLimits:

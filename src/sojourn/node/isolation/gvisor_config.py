@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.node.isolation.base import SandboxSpec
+from sojourn.node.isolation.gvisor_host import OWN_NETWORK
+
+# The sandbox's own network stack; the supervisor sets its tables and keeps this for itself.
+_SUPERVISOR_CAPABILITIES = ["CAP_NET_ADMIN"]
 
 # What root inside may do: the usual set of containers, and PTRACE, without which the supervisor
 # could not look at other users' processes nor a debugger work. All of it is granted by the
@@ -82,10 +86,10 @@ def oci_config(spec: SandboxSpec, supervisor: Path) -> dict[str, Any]:
         "process": {
             "terminal": False,
             "user": {"uid": 0, "gid": 0},
-            "args": ["/run/sojourn/supervisor", *spec.argv],
+            "args": ["/run/sojourn/supervisor", OWN_NETWORK, *spec.argv],
             "env": [f"{name}={value}" for name, value in spec.env.items()],
             "cwd": "/",
-            "capabilities": {name: CAPABILITIES for name in sets},
+            "capabilities": {name: CAPABILITIES + _SUPERVISOR_CAPABILITIES for name in sets},
             "rlimits": [{"type": "RLIMIT_NOFILE", "soft": _OPEN_FILES, "hard": _OPEN_FILES}],
             "noNewPrivileges": False,
         },
@@ -93,6 +97,10 @@ def oci_config(spec: SandboxSpec, supervisor: Path) -> dict[str, Any]:
         "hostname": spec.hostname,
         "mounts": mounts,
         "linux": {
-            "namespaces": [{"type": kind} for kind in ("pid", "ipc", "uts", "mount", "network")],
+            "namespaces": [
+                *({"type": kind} for kind in ("pid", "ipc", "uts", "mount")),
+                # The one the runtime is started in; see gvisor_host.surroundings.
+                {"type": "network", "path": "/proc/self/ns/net"},
+            ],
         },
     }
