@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sojourn.cli.connection import session
+from sojourn.cli.network import left_text, say_left
 from sojourn.cli.output import (
     durable_option,
     emit,
@@ -121,16 +122,27 @@ def _show_diff(found: DiffInfo) -> None:
                 say(safe(line.replace("\t", "    ")))
     if found.truncated:
         say("... and more")
+    if text := left_text(found.effects):
+        say(safe(text))
+
+
+force_option = click.option(
+    "--force",
+    is_flag=True,
+    help="Also where the network policy refuses to leave requests behind.",
+)
 
 
 @click.command("rollback", help="Go back to a snapshot, by id or label.")
 @click.argument("ref", metavar="SESSION")
 @click.argument("snapshot_name", metavar="SNAPSHOT")
+@force_option
 @json_option
-def rollback(ref: str, snapshot_name: str, as_json: bool) -> None:
+def rollback(ref: str, snapshot_name: str, force: bool, as_json: bool) -> None:
     found = session(ref)
     with working("Rolling back", quiet=as_json):
-        found.rollback(snapshot_name)
+        found.rollback(snapshot_name, force=force)
+    say_left(found.left_behind)
     emit(found.info, as_json, lambda: say(f"{found.id} is at {found.head}"))
 
 
@@ -139,14 +151,21 @@ def rollback(ref: str, snapshot_name: str, as_json: bool) -> None:
 @click.option("-n", "count", type=click.IntRange(1, 1000), default=1, help="How many.")
 @click.option("--snapshot", "snapshot_name", help="Where from, by id or label.")
 @click.option("--name", "names", multiple=True, help="Name; once for each fork.")
+@force_option
 @json_option
 def fork(
-    ref: str, count: int, snapshot_name: str | None, names: tuple[str, ...], as_json: bool
+    ref: str,
+    count: int,
+    snapshot_name: str | None,
+    names: tuple[str, ...],
+    force: bool,
+    as_json: bool,
 ) -> None:
     found = session(ref)
     wanted = max(count, len(names))
     with working(f"Forking {wanted} times", quiet=as_json):
-        forks = found.fork(wanted, snapshot_name, names=list(names) or None)
+        forks = found.fork(wanted, snapshot_name, names=list(names) or None, force=force)
+    say_left(found.left_behind)
     emit([one.info for one in forks], as_json, lambda: say("\n".join(one.id for one in forks)))
 
 
@@ -157,6 +176,7 @@ def promote(ref: str, as_json: bool) -> None:
     found = session(ref)
     with working("Promoting", quiet=as_json):
         parent = found.promote()
+    say_left(found.left_behind)
     emit(parent.info, as_json, lambda: say(f"{parent.id} is at {parent.head}"))
 
 

@@ -6,7 +6,7 @@ import click
 
 from sojourn.cli.connection import connect
 from sojourn.cli.output import counted, emit, facts, json_option, moment, say, size, table
-from sojourn.wire.api import ObjectStoreInfo
+from sojourn.wire.api import GatewayInfo, ObjectStoreInfo
 
 
 @click.command("status", help="Show the server at a glance.")
@@ -25,6 +25,7 @@ def status(as_json: bool) -> None:
                 ("disk free", size(found.disk_free_bytes)),
                 ("store", size(found.store_bytes)),
                 *object_store_facts(found.objects),
+                ("gateway", gateway_text(found.gateway)),
                 *((f"sessions {state}", n) for state, n in sorted(found.sessions.items())),
                 *(
                     (f"driver {name}", ", ".join(capabilities) or "files only")
@@ -34,6 +35,17 @@ def status(as_json: bool) -> None:
         )
 
     emit(found, as_json, show)
+
+
+def gateway_text(found: GatewayInfo | None) -> str | None:
+    """How the process is that sessions reach the outside through."""
+    if found is None:
+        return None
+    if not found.running:
+        return f"not running: {found.error}" if found.error else "not needed yet"
+    again = f", started again {counted(found.restarts, 'time')}" if found.restarts else ""
+    serves = counted(found.sandboxes, "sandbox").replace("sandboxs", "sandboxes")
+    return f"process {found.pid} since {moment(found.since)}, serves {serves}{again}"
 
 
 def object_store_facts(found: ObjectStoreInfo | None) -> list[tuple[str, object]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sojourn.cli import copying, history, processes, terminal
+from sojourn.cli import copying, history, network, processes, terminal
 from sojourn.cli.connection import connect, session
 from sojourn.cli.output import (
     counted,
@@ -48,6 +48,10 @@ def session_options(chosen: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--memory-mib", type=int, help="Memory in MiB."),
             click.option("--disk-mib", type=int, help="Files on top of the template, in MiB."),
             click.option("--pids", type=int, help="Most processes."),
+            click.option(
+                "--network",
+                help="What it reaches: none, open or allow=DOMAIN[:PORT][,...]. [none]",
+            ),
         ]
     ):
         chosen = option(chosen)
@@ -71,6 +75,7 @@ def start_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "driver": options["driver"],
         "user": options["user"],
         "cwd": options["cwd"],
+        "network": options["network"],
         "limits": given or None,
     }
 
@@ -232,6 +237,7 @@ def show_session(info: SessionInfo, durability: DurabilityInfo | None = None) ->
             ),
             ("policy", policy_text(info.policy)),
             ("keeps", retention_text(info.policy)),
+            ("network", network.network_text(info.network)),
             ("durable", durability and durability_text(durability)),
             ("created", moment(info.created_at)),
             ("suspends when idle", moment(info.idle_deadline) or None),
@@ -323,6 +329,6 @@ def rm(refs: tuple[str, ...], as_json: bool) -> None:
     emit(deleted, as_json, lambda: say("\n".join(deleted)))
 
 
-for module in (processes, terminal, copying, history):
+for module in (processes, terminal, copying, history, network):
     for added in module.COMMANDS:
         command.add_command(added)

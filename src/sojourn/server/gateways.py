@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from sojourn.errors import SojournError, Unreachable
+from sojourn.errors import InvalidRequest, SojournError, Unreachable
 from sojourn.gateway.control import Control, Request
 from sojourn.gateway.messages import Attach, Began, Detach, Ended, Start
 from sojourn.wire.api import GatewayInfo
@@ -45,6 +46,45 @@ class EgressSettings(msgspec.Struct, frozen=True):
     nameservers: list[str] = []
     private: list[str] = []
     roots: str | None = None
+
+
+def egress_settings(
+    namespace: str | None, nameservers: str | None, private: str | None, roots: Path | None
+) -> EgressSettings:
+    """Settings from an operator's words, lists with commas. Raises InvalidRequest."""
+    servers, networks = _words(nameservers), _words(private)
+    for server in servers:
+        try:
+            ipaddress.ip_address(server)
+        except ValueError as error:
+            raise _unusable("nameservers", str(error)) from None
+    for network in networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise _unusable("private", str(error)) from None
+    for field, path in (("namespace", namespace), ("roots", roots)):
+        try:
+            if path:
+                Path(path).stat()
+        except OSError as error:
+            raise _unusable(field, f"{path}: {error.strerror}") from error
+    return EgressSettings(
+        namespace=namespace or None,
+        nameservers=servers,
+        private=networks,
+        roots=str(roots) if roots else None,
+    )
+
+
+def _words(text: str | None) -> list[str]:
+    return [word for word in (text or "").replace(",", " ").split() if word]
+
+
+def _unusable(field: str, cause: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"--egress-{field} (SOJOURN_EGRESS_{field.upper()}): {cause}", field=f"egress_{field}"
+    )
 
 
 class Gateway:
