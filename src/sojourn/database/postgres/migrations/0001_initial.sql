@@ -264,3 +264,12 @@ CREATE TABLE exposed_ports (
 );
 CREATE UNIQUE INDEX exposed_ports_listening ON exposed_ports (listens_at)
     WHERE listens_at IS NOT NULL;
+-- Of a deleted session no port is exposed, whatever statement deletes it.
+CREATE FUNCTION unexpose_session() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    DELETE FROM exposed_ports WHERE session = NEW.id;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER session_unexposed AFTER UPDATE OF state ON sessions FOR EACH ROW
+    WHEN (NEW.state = 'deleted' AND OLD.state <> 'deleted')
+    EXECUTE FUNCTION unexpose_session();
