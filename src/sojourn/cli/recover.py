@@ -6,19 +6,23 @@ from pathlib import Path
 
 import click
 
+from sojourn.cli.databases import database_location, database_option
 from sojourn.cli.output import emit, facts, json_option, safe, working
 from sojourn.cli.stores import opened_repository, store_options
 
 
 @click.command("recover")
 @store_options
+@database_option
 @json_option
-def command(as_json: bool, url: str | None, key_file: Path | None, data: Path) -> int:
+def command(
+    as_json: bool, url: str | None, key_file: Path | None, data: Path, database: str | None
+) -> int:
     """Make a lost data directory anew from the object store.
 
     Every session the store has a record of comes back suspended at its last durable snapshot. The
-    data directory must hold no sessions, and no server may use it. Exit code 0 when everything
-    could be read, 112 when not; what could be read is recovered all the same.
+    database must hold no sessions, and no server may use it or the data directory. Exit code 0 when
+    everything could be read, 112 when not; what could be read is recovered all the same.
     """
     import asyncio
 
@@ -29,7 +33,9 @@ def command(as_json: bool, url: str | None, key_file: Path | None, data: Path) -
         opened_repository(url, key_file, data) as repository,
         working(f"Recovering from {repository.url}", quiet=as_json),
     ):
-        found = asyncio.run(recover(data, repository))
+        found = asyncio.run(
+            recover(data, repository, database_at=database_location(database, data))
+        )
 
     def show() -> None:
         facts(

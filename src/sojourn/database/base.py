@@ -47,6 +47,10 @@ class Database(Protocol):
     async def close(self) -> None:
         """Write what is pending and let go. Idempotent."""
 
+    async def own(self) -> None:
+        """From now on this is the server of the database, until it is closed. Raises HostUnfit when
+        another one is; where the database lies in a data directory, its lock says so already."""
+
     # -- changes ----------------------------------------------------------------------------
     async def commit(self, writes: Sequence[Write], *, durable: bool = True) -> list[Any]:
         """Apply all in order, in one transaction, or none; one result per write.
@@ -73,9 +77,9 @@ class Database(Protocol):
         after: str | None = None,
         kind: SessionKind | None = SessionKind.SESSION,
     ) -> SessionPage:
-        """Newest first, of one kind or all, live ones unless `states` asks for deleted ones; all given labels must
-        match. `after` is the `next` of the page before; sessions that come and go in between
-        neither repeat nor hide others. Raises InvalidRequest for a bad cursor."""
+        """Newest first, of one kind or all, live ones unless `states` asks for deleted ones; all
+        given labels must match. `after` is the `next` of the page before; sessions that come and
+        go in between neither repeat nor hide others. Raises InvalidRequest for a bad cursor."""
 
     async def count_sessions(self, tenant: str | None = None) -> dict[SessionState, int]:
         """How many sessions are in each state (every state is a key); templates are none."""
@@ -202,6 +206,11 @@ class Database(Protocol):
 
     async def unfinished_operations(self) -> list[Operation]:
         """Oldest first."""
+
+    async def claim(self, server: str, *, before: float, limit: int = 100) -> list[Operation]:
+        """Take over unfinished operations of other servers that were not touched since `before`,
+        oldest first: from now on they are `server`'s. Of many that claim at once each gets others,
+        and none waits for another."""
 
     # -- events -----------------------------------------------------------------------------
     def append_event(self, event: AppendEvent, *, durable: bool = False) -> asyncio.Future[int]:

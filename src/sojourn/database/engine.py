@@ -8,7 +8,7 @@ made durable and repeated.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -133,9 +133,28 @@ class Reader(Protocol):
         """Finish what is queued and let go. Idempotent."""
 
 
+class Signals(Protocol):
+    """What processes that have the same database open tell each other."""
+
+    def announce(self, sessions: Collection[str]) -> None:
+        """Tell others that the logs of these sessions have grown. A hint: it may be lost."""
+
+    def listen(self, heard: Callable[[Collection[str] | None], None]) -> None:
+        """From now on call `heard` on the loop with what others tell; None: with anything that may
+        have been missed."""
+
+    async def own(self) -> None:
+        """See `Database.own`."""
+
+    async def close(self) -> None:
+        """Idempotent."""
+
+
 class Engine(msgspec.Struct, frozen=True):
-    """One open database's parts. `closed` makes the error for a call after the end."""
+    """One open database's parts. `closed` makes the error for a call after the end. Without
+    `signals` the database is its server's own, by where it lies."""
 
     writer: Writer
     reader: Reader
     closed: Callable[[], SojournError]
+    signals: Signals | None = None

@@ -46,8 +46,8 @@ from sojourn.errors import (
     InvalidRequest,
     OperationNotFound,
     SessionNotFound,
-    TemplateNotFound,
     SnapshotNotFound,
+    TemplateNotFound,
 )
 from sojourn.model.ids import new_id
 from sojourn.model.sessions import Session, SessionKind, SessionState
@@ -68,6 +68,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
         self._notices = Notices()
         self._deadlines = Deadlines(loop, self._write_deadlines)
         self._closed = False
+        self._listening = False
 
     async def close(self) -> None:
         if self._closed:
@@ -76,9 +77,16 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
             await self._deadlines.close()
         finally:
             self._closed = True
+            if self._engine.signals is not None:
+                await self._engine.signals.close()
+            # Whoever wakes by this finds the reader closed: it says so before it waits.
             self._notices.publish_all()
             await self._reader.close()
             await self._writer.close()
+
+    async def own(self) -> None:
+        if self._engine.signals is not None:
+            await self._engine.signals.own()
 
     # -- changes ----------------------------------------------------------------------------
     async def commit(self, items: Sequence[writes.Write], *, durable: bool = True) -> list[Any]:
@@ -91,7 +99,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
                 durable=durable,
                 touches=touched(items),
                 urgent=any(_is_urgent(item) for item in items),
-                then=(lambda _: self._notices.publish(grown)) if grown else None,
+                then=(lambda _: self._tell(grown)) if grown else None,
             )
         except BaseException:
             self._deadlines.restore(taken)
@@ -256,7 +264,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
 
         def begun(result: tuple[Operation, bool]) -> None:
             if result[1]:
-                self._notices.publish(grown)
+                self._tell(grown)
 
         taken = self._deadlines.take(_sessions_with_deadlines(items))
         new = False
@@ -300,6 +308,16 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
         rows = await self._reader.lookup("keyed_operation", parameters)
         return OPERATIONS.read(rows[0]) if rows else None
 
+    async def claim(self, server: str, *, before: float, limit: int = 100) -> list[Operation]:
+        parameters = {"server": server, "before": before, "now": time.time(), "limit": limit}
+
+        def work(statements: Statements) -> list[Operation]:
+            rows = statements.run("claim_operations", parameters)
+            found = [OPERATIONS.read(row) for row in rows]
+            return sorted(found, key=lambda one: (one.created_at, one.id))
+
+        return await self._writer.submit(work, durable=True)
+
     async def unfinished_operations(self) -> list[Operation]:
         rows = await self._reader.select("unfinished_operations", {})
         return [OPERATIONS.read(row) for row in rows]
@@ -313,7 +331,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
             lambda statements: int(apply(statements, (event,))[0]),
             durable=durable,
             touches=touched((event,)),
-            then=lambda _: self._notices.publish(grown),
+            then=lambda _: self._tell(grown),
         )
 
     async def list_events(
@@ -328,7 +346,21 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
         rows = await self._reader.select("list_events", parameters)
         return [EVENTS.read(row) for row in rows]
 
+    def _tell(self, grown: Collection[str]) -> None:
+        self._notices.publish(grown)
+        if self._engine.signals is not None and not self._closed:
+            self._engine.signals.announce(grown)
+
+    def _hear(self, grown: Collection[str] | None) -> None:
+        if grown is None:
+            self._notices.publish_all()
+        else:
+            self._notices.publish(grown)
+
     async def follow_events(self, session: str, *, after: int = 0) -> AsyncIterator[Event]:
+        if self._engine.signals is not None and not self._listening:
+            self._listening = True
+            self._engine.signals.listen(self._hear)
         with self._notices.subscribe(session) as grown:
             while True:
                 grown.clear()

@@ -44,7 +44,9 @@ class Recovered(msgspec.Struct, frozen=True):
     faults: list[str]
 
 
-async def recover(data: Path, repository: Repository) -> Recovered:
+async def recover(
+    data: Path, repository: Repository, *, database_at: str | None = None
+) -> Recovered:
     """Make database and manifests in an empty data directory.
 
     Raises Conflict when it holds sessions already, HostUnfit when a server uses it, and the
@@ -52,13 +54,14 @@ async def recover(data: Path, repository: Repository) -> Recovered:
     """
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     with data_lock(data):
-        database = await open_database(data / "sojourn.db")
+        database = await open_database(database_at or data / "sojourn.db")
         try:
+            await database.own()
             page = await database.list_sessions(None, limit=1, kind=None)
             if page.items:
                 raise Conflict(
-                    f"{data} holds sessions already",
-                    next_step="Recover into an empty data directory.",
+                    "the database holds sessions already",
+                    next_step="Recover into an empty data directory and an empty database.",
                 )
             await database.use_object_store(ObjectStore(repository.url, repository.config.id))
             source = RepositorySource(repository)

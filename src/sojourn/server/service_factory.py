@@ -83,10 +83,12 @@ async def open_service(
     objects: StoreSettings | None = None,
     egress: EgressSettings | None = None,
     ports: PortSettings | None = None,
+    database_at: str | None = None,
 ) -> AsyncIterator[Sessions]:
     """A running session service over a data directory, which is made when it is new. `objects` is
     the object store that makes snapshots durable; None: snapshots stay on this disk only. `egress`
-    says how connections of sessions leave, `ports` where exposed ports are reached.
+    says how connections of sessions leave, `ports` where exposed ports are reached. `database_at`
+    is the path or URL of a database that does not lie in the data directory.
 
     Raises HostUnfit, IntegrityError, StorageFull, StoreKeyInvalid, StoreRefused.
     """
@@ -97,8 +99,9 @@ async def open_service(
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "sojourn"))
     async with contextlib.AsyncExitStack() as opened:
         opened.enter_context(data_lock(data))
-        database = await open_database(data / "sojourn.db")
+        database = await open_database(database_at or data / "sojourn.db")
         opened.push_async_callback(database.close)
+        await database.own()
         await _token(database, data)
         replicator = Replicator(database, objects or StoreSettings(), data / "store")
         opened.push_async_callback(replicator.close)

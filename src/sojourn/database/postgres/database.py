@@ -15,6 +15,7 @@ from sojourn.database.postgres.failures import closed
 from sojourn.database.postgres.migrate import migrate
 from sojourn.database.postgres.place import read_place
 from sojourn.database.postgres.reader import PostgresReader
+from sojourn.database.postgres.signals import PostgresSignals
 from sojourn.database.postgres.writer import PostgresWriter
 from sojourn.database.sql_database import SqlDatabase
 
@@ -35,5 +36,10 @@ async def open_postgres(url: str) -> SqlDatabase:
     except BaseException:
         await reader.close()
         raise
-    engine = Engine(writer=writer, reader=reader, closed=lambda: closed(place.shown))
+    engine = Engine(
+        writer=writer,
+        reader=reader,
+        closed=lambda: closed(place.shown),
+        signals=PostgresSignals(place, loop, reader, writer.refuse),
+    )
     return SqlDatabase(engine, loop)

@@ -24,6 +24,7 @@ from sojourn.database.postgres.failures import closed
 from sojourn.database.postgres.lanes import Lanes
 from sojourn.database.postgres.place import Place
 from sojourn.database.postgres.transactions import Task, Transactions, forget_marks
+from sojourn.errors import SojournError
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class PostgresWriter:
         self._lanes: Lanes[_Job] = Lanes(self._start)
         self._idle = asyncio.Event()
         self._closing = False
+        self._refusal: SojournError | None = None
         self._forget_at = time.monotonic()
 
     def submit(
@@ -67,12 +69,17 @@ class PostgresWriter:
         then: Callable[[Any], None] | None = None,
     ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
-        if self._closing:
-            future.set_exception(closed(self._place.shown))
+        refusal = closed(self._place.shown) if self._closing else self._refusal
+        if refusal is not None:
+            future.set_exception(refusal)
             return future
         task = Task(work, touches, "on" if durable else "local")
         self._lanes.add(_Job(task, future, then), touches.names())
         return future
+
+    def refuse(self, error: SojournError) -> None:
+        """Take no more jobs."""
+        self._refusal = error
 
     def _start(self, job: _Job) -> None:
         self._threads.submit(self._perform, job)

@@ -7,3 +7,12 @@ SET state = 'running', step = :step, data = :data, updated_at = :now,
     step_number = step_number + CASE WHEN step IS DISTINCT FROM CAST(:step AS text) THEN 1 ELSE 0 END
 WHERE id = :id AND state IN ('pending', 'running')
 RETURNING {operation};
+
+-- name: claim_operations
+UPDATE operations SET server = :server, updated_at = :now
+WHERE id IN (
+    SELECT id FROM operations
+    WHERE state IN ('pending', 'running') AND updated_at < :before AND server <> :server
+    ORDER BY created_at, id LIMIT :limit
+    FOR UPDATE SKIP LOCKED)
+RETURNING {operation};

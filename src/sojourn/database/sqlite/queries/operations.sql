@@ -7,3 +7,11 @@ SET state = 'running', step = :step, data = :data, updated_at = :now,
     step_number = step_number + (step IS NOT :step)
 WHERE id = :id AND state IN ('pending', 'running')
 RETURNING {operation};
+
+-- name: claim_operations
+UPDATE operations SET server = :server, updated_at = :now
+WHERE id IN (
+    SELECT id FROM operations
+    WHERE state IN ('pending', 'running') AND updated_at < :before AND server <> :server
+    ORDER BY created_at, id LIMIT :limit)
+RETURNING {operation};
