@@ -302,6 +302,9 @@ class FakeService:
 
         return self._operate(who, "", "create", key, request, work)
 
+    async def every(self) -> builtins.list[tuple[str, str]]:
+        return [(kept.tenant, kept.info.id) for kept in self._sessions.values()]
+
     async def get(self, who: Principal, ref: str) -> SessionInfo:
         self.check("get")
         return self._find(who, ref).info
@@ -582,12 +585,15 @@ class FakeService:
             yield piece
         yield await kept.guest.wait(state.id)
 
-    async def spawn(self, who: Principal, ref: str, request: SpawnRequest) -> ProcessState:
+    async def spawn(
+        self, who: Principal, ref: str, request: SpawnRequest, *, tag: str = "spawn"
+    ) -> ProcessState:
         kept = self._find(who, ref)
         spec = self._spec(kept, request)
         if request.open_stdin:
             spec = msgspec.structs.replace(spec, stdin="pipe")
-        state: ProcessState = await kept.guest.start(msgspec.structs.replace(spec, pty=request.pty))
+        spec = msgspec.structs.replace(spec, pty=request.pty, tag=tag)
+        state: ProcessState = await kept.guest.start(spec)
         return state
 
     async def processes(self, who: Principal, ref: str) -> builtins.list[ProcessState]:

@@ -30,6 +30,8 @@ from sojourn.errors import InvalidRequest, NotFound, SojournError, TooLarge, to_
 from sojourn.model.paths import server_file
 from sojourn.server.answers import Shutdown, internal_error
 from sojourn.server.base import SessionService
+from sojourn.server.e2b.app import E2B
+from sojourn.server.e2b.ids import load_key
 from sojourn.server.endpoints import Endpoint, build
 from sojourn.server.openapi import openapi_handler
 from sojourn.server.routes import (
@@ -168,12 +170,19 @@ class _Server(uvicorn.Server):
 
 
 def make_server(
-    service: SessionService, *, ready: Callable[[], None] = lambda: None
+    service: SessionService,
+    *,
+    ready: Callable[[], None] = lambda: None,
+    e2b_key: bytes | None = None,
 ) -> uvicorn.Server:
-    """A server of the API, not yet started; `serve(sockets=[...])` runs it."""
+    """A server of the API, not yet started; `serve(sockets=[...])` runs it. With `e2b_key`, of
+    which the tokens of sandboxes are made, E2B's clients are answered too."""
     shutdown = Shutdown()
+    app: Any = create_app(service, shutdown=shutdown)
+    if e2b_key is not None:
+        app = E2B(app, service, e2b_key, shutdown)
     config = uvicorn.Config(
-        create_app(service, shutdown=shutdown),
+        app,
         loop="none",
         http=_Protocol,
         ws="none",
@@ -260,7 +269,7 @@ async def serve(
         stack.callback(found.close)
         service = await stack.enter_async_context(open_service())
         stack.enter_context(published_address(data, url))
-        server = make_server(service, ready=lambda: ready(url))
+        server = make_server(service, ready=lambda: ready(url), e2b_key=load_key(data))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.handle_exit, number, None)

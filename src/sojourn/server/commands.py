@@ -199,7 +199,9 @@ class Commands:
                 await self._turns.check_alive(turn)
             yield state
 
-    async def spawn(self, who: Principal, ref: str, request: SpawnRequest) -> ProcessState:
+    async def spawn(
+        self, who: Principal, ref: str, request: SpawnRequest, *, tag: str = "spawn"
+    ) -> ProcessState:
         """Start a process that goes on by itself."""
         async with self._turns.turn(who, ref, "spawn", command=command_line(request)) as turn:
             spec = await process_spec(turn.sandbox, request)
@@ -207,7 +209,7 @@ class Commands:
                 "pty": request.pty,
                 "keep": request.keep,
                 "lossless": request.lossless,
-                "tag": "spawn",
+                "tag": tag,
             }
             if request.open_stdin:
                 changes["stdin"] = "pipe"

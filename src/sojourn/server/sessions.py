@@ -238,6 +238,17 @@ class Sessions:
             next=page.next,
         )
 
+    async def every(self) -> builtins.list[tuple[str, str]]:
+        """Tenant and id of every session there is."""
+        found: builtins.list[tuple[str, str]] = []
+        cursor = None
+        while True:
+            page = await self._context.database.list_sessions(None, limit=1000, after=cursor)
+            found += [(session.tenant, session.id) for session in page.items]
+            cursor = page.next
+            if cursor is None:
+                return found
+
     async def update(self, who: Principal, ref: str, request: UpdateRequest) -> SessionInfo:
         """Change name, labels, limits, policy or network."""
         active = await self._context.registry.find(who.tenant, ref)
@@ -439,9 +450,11 @@ class Sessions:
         """Run a command, output as it comes."""
         return self._commands.exec_stream(who, ref, request)
 
-    async def spawn(self, who: Principal, ref: str, request: SpawnRequest) -> ProcessState:
+    async def spawn(
+        self, who: Principal, ref: str, request: SpawnRequest, *, tag: str = "spawn"
+    ) -> ProcessState:
         """Start a process that goes on by itself."""
-        return await self._commands.spawn(who, ref, request)
+        return await self._commands.spawn(who, ref, request, tag=tag)
 
     async def processes(self, who: Principal, ref: str) -> builtins.list[ProcessState]:
         """All processes the supervisor knows."""

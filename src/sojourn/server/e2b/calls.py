@@ -1,0 +1,105 @@
+"""One request of an E2B client on its way through a route.
+
+Guarantee: a route sees who asks and for which sandbox only after the key or token was checked;
+the body is bounded unless a route reads it as it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+from litestar.types import ASGIApp, Receive, Scope
+
+from sojourn.errors import InvalidRequest, TooLarge, Unreachable
+from sojourn.server.answers import Answer, Shutdown
+from sojourn.server.base import Principal, SessionService
+
+MAX_BODY = 8 * 1024 * 1024
+JSON = (b"content-type", b"application/json")
+
+T = TypeVar("T")
+
+
+class Call:
+    """What a route is given."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        service: SessionService,
+        shutdown: Shutdown,
+        groups: dict[str, str],
+    ) -> None:
+        self._receive = receive
+        self.method = str(scope.get("method"))
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.service = service
+        self.shutdown = shutdown
+        self.groups = groups
+        self.query: dict[str, str] = dict(
+            parse_qsl(
+                scope["query_string"].decode("latin-1"),
+                keep_blank_values=True,
+                errors="surrogateescape",
+            )
+        )
+        self.who = Principal("", "", "")
+        self.sandbox = ""
+        """The sandbox id, as the client said it."""
+
+    @property
+    def session(self) -> str:
+        """The session's id."""
+        return self.groups["session"]
+
+    def header(self, name: bytes) -> str | None:
+        """A header's value as text."""
+        value = self.headers.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives. Raises Unreachable when the client leaves before its end."""
+        while True:
+            message: dict[str, Any] = dict(await self._receive())
+            if message["type"] == "http.disconnect":
+                raise Unreachable("the client left before its request was complete")
+            if message.get("body"):
+                yield message["body"]
+            if not message.get("more_body"):
+                return
+
+    async def body(self) -> bytes:
+        """The whole body. Raises TooLarge."""
+        parts = bytearray()
+        async for chunk in self.chunks():
+            parts += chunk
+            if len(parts) > MAX_BODY:
+                raise TooLarge(f"the body is over {MAX_BODY} bytes", limit=MAX_BODY)
+        return bytes(parts)
+
+    async def json(self, kind: type[T]) -> T:
+        """The body as a value of a schema. Raises InvalidRequest, TooLarge."""
+        try:
+            return msgspec.json.decode(await self.body() or b"{}", type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(f"the body is not valid: {error}") from error
+
+
+Route = Callable[[Call], Awaitable[ASGIApp]]
+
+
+def answer(
+    value: Any, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
+) -> Answer:
+    """A value as JSON."""
+    return Answer(status, msgspec.json.encode(value), [JSON, *(headers or [])])
+
+
+def nothing() -> Answer:
+    """Done, with nothing to tell."""
+    return Answer(204, b"", [])

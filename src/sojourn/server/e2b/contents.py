@@ -1,0 +1,227 @@
+"""Contents of files: GET and POST /files, also by an address that is signed.
+
+Guarantee: contents are streamed both ways, whatever their size; a file is replaced whole or not at
+all, also when its upload breaks off. Of an upload of several files those before the one that
+failed are written.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import time
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from litestar.types import ASGIApp
+from multipart import (  # type: ignore[import-untyped]
+    MultipartError,
+    MultipartSegment,
+    PushMultipartParser,
+    parse_options_header,
+)
+
+from sojourn.errors import FileConflict, InvalidRequest, TooLarge, Unsupported
+from sojourn.node.guest import Guest
+from sojourn.server.answers import DownloadAnswer, Head
+from sojourn.server.e2b import users
+from sojourn.server.e2b.calls import Call, answer
+from sojourn.server.e2b.entries import text
+from sojourn.server.e2b.failures import api_body, file_status
+from sojourn.server.e2b.rooms import Rooms
+
+SMALL_FILE = 1024 * 1024
+MAX_FILES = 10_000
+MAX_EXPANDED = 64 * 1024 * 1024 * 1024
+_OCTETS = b"application/octet-stream"
+_METADATA = b"x-metadata-"
+_ESCAPES = re.compile(r"%(0[0-9A-F]|1[0-9A-F]|22)|\\(\\)")
+
+
+def unescaped(filename: str) -> str:
+    """A file's name as it was before the client wrote it into a header: quotes and control
+    characters are escaped there, and backslashes doubled."""
+    return _ESCAPES.sub(lambda found: found[2] or chr(int(found[1], 16)), filename)
+
+
+class Contents:
+    """The routes of /files."""
+
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+
+    # -- down -------------------------------------------------------------------------------
+
+    async def read(self, call: Call) -> ASGIApp:
+        """GET /files."""
+        return DownloadAnswer(self._read(call), call.shutdown)
+
+    async def _read(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
+        asked = call.query.get("path", "")
+        async with self._rooms.files(call, "read", asked, mutates=False) as (guest, _, path):
+            stat = await guest.stat(path)
+            if stat.type != "file":
+                raise FileConflict(f"path '{text(path)}' is a {stat.type}", next_step="")
+            headers = [(b"content-type", _OCTETS)]
+            if stat.size == 0:
+                # Files of /proc say that they are empty, and are not.
+                yield Head(200, headers)
+                async for chunk in guest.read(path):
+                    yield chunk
+                return
+            if stat.size <= SMALL_FILE:
+                data = b"".join([chunk async for chunk in guest.read(path, 0, stat.size)])
+                yield Head(200, [*headers, (b"content-length", b"%d" % len(data))])
+                yield data
+                return
+            yield Head(200, [*headers, (b"content-length", b"%d" % stat.size)])
+            left = stat.size
+            async for chunk in guest.read(path, 0, left):
+                yield chunk[:left]
+                left -= len(chunk[:left])
+            if left:
+                raise FileConflict("the file became shorter while it was read", missing=left)
+
+    # -- up ---------------------------------------------------------------------------------
+
+    async def write(self, call: Call) -> ASGIApp:
+        """POST /files."""
+        if any(name.startswith(_METADATA) for name in call.headers):
+            raise InvalidRequest("files have no metadata here", next_step="Write without metadata.")
+        kind = call.header(b"content-type") or ""
+        media, options = parse_options_header(kind)
+        body = self._body(call)
+        with call.shutdown.cancellable():
+            if media == "multipart/form-data":
+                written = await self._write_parts(call, body, options.get("boundary", ""))
+            else:
+                path = call.query.get("path")
+                if not path:
+                    raise InvalidRequest("there is no path to write to", field="path")
+                written = [await self._write_one(call, path, body)]
+        return answer(written)
+
+    def _body(self, call: Call) -> AsyncIterator[bytes]:
+        coding = (call.header(b"content-encoding") or "identity").lower()
+        if coding == "identity":
+            return call.chunks()
+        if coding == "gzip":
+            return _gunzip(call.chunks())
+        raise Unsupported(f"bodies are not taken in {coding!r}", next_step="Send gzip or nothing.")
+
+    async def _write_one(
+        self, call: Call, asked: str, data: AsyncIterator[bytes]
+    ) -> dict[str, Any]:
+        async with self._rooms.files(call, "write", asked, mutates=True) as (guest, who, path):
+            return await _put(guest, who, path, asked, data)
+
+    async def _write_parts(
+        self, call: Call, body: AsyncIterator[bytes], boundary: str
+    ) -> list[dict[str, Any]]:
+        if not boundary:
+            raise InvalidRequest("the form has no boundary", field="Content-Type")
+        parts = _Parts(body, boundary)
+        written: list[dict[str, Any]] = []
+        only = call.query.get("path")
+        async with self._rooms.files(call, "write", only or "(several)", mutates=True) as (
+            guest,
+            who,
+            _,
+        ):
+            async for name, data in parts:
+                if len(written) >= MAX_FILES:
+                    raise TooLarge(f"at most {MAX_FILES} files at once", limit=MAX_FILES)
+                asked = only if only is not None and not written else unescaped(name)
+                if not asked:
+                    raise InvalidRequest("a file of the form has no name", field="file")
+                written.append(await _put(guest, who, users.place(asked, who), asked, data))
+        if not written:
+            raise InvalidRequest("the form holds no file", field="file")
+        return written
+
+
+async def _put(
+    guest: Guest, who: users.Account, path: bytes, asked: str, data: AsyncIterator[bytes]
+) -> dict[str, Any]:
+    if asked.endswith("/"):
+        raise InvalidRequest(f"path is a directory: {asked}", field="path")
+    await guest.write_file(path, data, user=who.name)
+    return {"name": text(posixpath.basename(path)), "type": "file", "path": text(path)}
+
+
+class _Parts:
+    """The files of a form, one after the other, each as a stream."""
+
+    def __init__(self, body: AsyncIterator[bytes], boundary: str) -> None:
+        self._events = _events(body, boundary)
+        self._names: set[str] = set()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[str, AsyncIterator[bytes]]]:
+        async for event in self._events:
+            if isinstance(event, MultipartSegment):
+                data = self._data()
+                if event.filename is None:
+                    async for _ in data:
+                        pass
+                    continue
+                yield event.filename, data
+                async for _ in data:  # what its reader left
+                    pass
+
+    async def _data(self) -> AsyncIterator[bytes]:
+        async for event in self._events:
+            if event is None:
+                return
+            if isinstance(event, MultipartSegment):
+                raise InvalidRequest("the form is not valid", field="body")
+            yield bytes(event)
+
+
+async def _events(body: AsyncIterator[bytes], boundary: str) -> AsyncIterator[Any]:
+    try:
+        parser = PushMultipartParser(boundary, max_header_size=64 * 1024, strict=False)
+        async for chunk in body:
+            for event in parser.parse(chunk):
+                yield event
+        parser.close()
+    except MultipartError as error:
+        raise InvalidRequest(f"the form is not valid: {error}", field="body") from error
+
+
+async def _gunzip(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """What was compressed. Raises InvalidRequest for what is cut off or no gzip."""
+    inflate = zlib.decompressobj(wbits=31)
+    size = 0
+    try:
+        async for chunk in chunks:
+            while chunk:
+                piece = inflate.decompress(chunk, SMALL_FILE)
+                size += len(piece)
+                if size > MAX_EXPANDED:
+                    raise TooLarge("the content is too large", limit=MAX_EXPANDED)
+                if piece:
+                    yield piece
+                if inflate.eof:
+                    chunk = inflate.unused_data
+                    if chunk:
+                        inflate = zlib.decompressobj(wbits=31)  # gzip may go on with another one
+                else:
+                    chunk = inflate.unconsumed_tail
+    except zlib.error as error:
+        raise InvalidRequest(f"the content is no gzip: {error}", field="body") from error
+    if not inflate.eof:
+        raise InvalidRequest("the compressed content is cut off", field="body")
+
+
+# -- addresses that are signed ------------------------------------------------------------------
+
+
+def expired(expiration: str | None) -> bool:
+    """Whether the time an address was signed for is over; one that is no number is."""
+    if expiration is None:
+        return False
+    return not expiration.isdigit() or len(expiration) > 15 or int(expiration) < time.time()
+
+
+__all__ = ["Contents", "api_body", "expired", "file_status", "unescaped"]
