@@ -14,12 +14,16 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
+
 from sojourn.database.base import Database
 from sojourn.database.records import SecretRecord
 from sojourn.errors import InvalidRequest, SecretNotFound, TooLarge
 from sojourn.gateway.messages import Granted
+from sojourn.gateway.names import HostRefused, read_host
 from sojourn.model.network import NetworkPolicy, SecretPlace, SecretUse, placeholder
 from sojourn.server.base import Principal
+from sojourn.server.network_checks import is_shared
 from sojourn.server.secret_store import SecretStore, open_secret_store
 from sojourn.wire.api import SecretInfo, SetSecret
 
@@ -31,9 +35,6 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 # What frames a request, or says where it goes, is the gateway's own.
 _FRAMING = {"host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer"}
-_DOMAIN = re.compile(
-    r"(?:\*\.)?(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z](?:[a-z0-9-]{0,61}[a-z0-9])"
-)
 _OWN_ENVIRONMENT = re.compile(r"(?:PATH|HOME|SHELL|USER|LD_.*|SOJOURN_.*)")
 
 Changed = Callable[[str, str], Awaitable[None]]
@@ -51,23 +52,32 @@ def check_secret_name(name: str) -> str:
 
 
 def check_uses(uses: list[SecretUse]) -> list[SecretUse]:
-    """What a secret is used for. Raises InvalidRequest."""
+    """What a secret is used for, in the form it is kept in. Raises InvalidRequest."""
     if not 1 <= len(uses) <= MAX_USES:
         raise InvalidRequest(f"a secret has 1 to {MAX_USES} uses", field="uses")
+    checked = []
     for number, use in enumerate(uses):
         where = f"uses[{number}]"
         if not 1 <= len(use.domains) <= MAX_DOMAINS:
             raise InvalidRequest(f"a use names 1 to {MAX_DOMAINS} domains", field=where)
-        for domain in use.domains:
-            # Never all names below a top-level domain: who gets it must be somebody.
-            broad = domain.startswith("*.") and domain.count(".") < 2
-            if len(domain) > 253 or not _DOMAIN.fullmatch(domain) or broad:
-                raise InvalidRequest(
-                    f"{domain!r} is no domain (api.example.com, *.example.com)",
-                    field=f"{where}.domains",
-                )
         _check_place(use, where)
-    return uses
+        domains = [_domain(domain, f"{where}.domains") for domain in use.domains]
+        checked.append(msgspec.structs.replace(use, domains=domains))
+    return checked
+
+
+def _domain(domain: str, field: str) -> str:
+    below = domain.startswith("*.")
+    try:
+        name = read_host(domain[2:] if below else domain).name
+    except HostRefused:
+        name = None
+    # Never all names below one that anybody has names below: who gets it must be somebody.
+    if name is None or "." not in name or (below and is_shared(name)):
+        raise InvalidRequest(
+            f"{domain!r} is no domain of somebody (api.example.com, *.example.com)", field=field
+        )
+    return f"*.{name}" if below else name
 
 
 def _check_place(use: SecretUse, where: str) -> None:
