@@ -67,7 +67,7 @@ class Began(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """From the gateway: how it ended (also sent alone for what was idempotent)."""
+    """From the gateway: how it ended (also sent alone for what only read)."""
 
     effect: Effect
 

@@ -1,7 +1,7 @@
 """What left a session, told to the server.
 
-Guarantee: nothing that cannot be repeated leaves before the server has put it on record, so a crash
-at any moment leaves a record too many at worst, never one too few.
+Guarantee: nothing that cannot be taken back leaves before the server has put it on record, so a
+crash at any moment leaves a record too many at worst, never one too few.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from sojourn.errors import SojournError
 from sojourn.gateway.messages import Began, Ended
-from sojourn.model.network import Effect
+from sojourn.model.network import Effect, lasting
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Record:
 
     async def begin(self) -> None:
         """Return once it may leave. Raises NotRecorded."""
-        if not self._effect.idempotent:
+        if lasting(self._effect):
             await self._recorder.begin(self._effect)
 
     def end(self, outcome: str) -> None:

@@ -121,3 +121,13 @@ class Effect(msgspec.Struct, frozen=True):
     request_bytes: int = 0
     response_bytes: int = 0
     outcome: str = "open"
+
+
+# Methods that only read (RFC 9110, section 9.2.1).
+_READING = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+
+
+def lasting(effect: Effect) -> bool:
+    """Whether something may have been done outside that no rollback takes back: by all but requests
+    that only read. That a request may be repeated (PUT, DELETE) takes nothing back."""
+    return not (effect.kind == "http" and effect.method.upper() in _READING)

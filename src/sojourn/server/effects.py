@@ -1,6 +1,6 @@
 """What leaves sessions, on record; and what a step back in their history leaves behind.
 
-Guarantee: a request that cannot be repeated is on disk, with the snapshot before it, before its
+Guarantee: a request that cannot be taken back is on disk, with the snapshot before it, before its
 first byte leaves; what was under way when the gateway ended is recorded as interrupted. A rollback
 therefore never forgets one: at most it names one whose answer is not known.
 """
@@ -20,24 +20,16 @@ from sojourn.database.writes import AppendEvent, PutEffect, Write
 from sojourn.errors import EffectsInTheWay, InvalidRequest, SessionNotFound, SojournError
 from sojourn.gateway.messages import Began, Ended
 from sojourn.model import Session
-from sojourn.model.network import Effect, OnEffects
+from sojourn.model.network import Effect, OnEffects, lasting
 from sojourn.server.registry import Registry
 from sojourn.wire.api import EffectInfo, EffectPage, EffectsLeft
 
 log = logging.getLogger(__name__)
 
-# Methods that only read (RFC 9110, section 9.2.1). All others may have done something for good,
-# also those that may be repeated (PUT, DELETE).
-_READING = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 _QUIET_SECONDS = 0.05
 _MOST_AT_ONCE = 200
 _MOST_LISTED = 200  # with what a verb or a comparison tells
 _TOLD = 20  # in errors and events; all of them are asked for by themselves
-
-
-def lasting(effect: Effect) -> bool:
-    """Whether something may have happened outside that no rollback takes back."""
-    return not (effect.kind == "http" and effect.method.upper() in _READING)
 
 
 def effect_info(record: EffectRecord) -> EffectInfo:
@@ -122,7 +114,7 @@ class Effects:
     async def _write(self, effects: list[Effect]) -> None:
         writes: list[Write] = []
         for effect in effects:
-            kind = "network.request" if effect.idempotent else "network.response"
+            kind = "network.response" if lasting(effect) else "network.request"
             writes.append(PutEffect(effect, lasting(effect)))
             writes.append(self._event(kind, effect, effect.outcome))
         await self._database.commit(writes, durable=False)
