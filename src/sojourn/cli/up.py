@@ -10,6 +10,8 @@ from pathlib import Path
 
 import click
 
+from sojourn.cli.databases import database_option
+
 
 @click.command("up", help="Run the server until it is stopped (SIGTERM, Ctrl-C).")
 @click.option(
@@ -24,6 +26,7 @@ import click
     show_default=True,
     help="HOST:PORT; port 0 takes a free one.",
 )
+@database_option
 @click.option(
     "--store",
     "store_url",
@@ -67,6 +70,31 @@ import click
     help="Below this domain each exposed port has a name. [SOJOURN_PORTS_DOMAIN]",
 )
 @click.option(
+    "--egress-namespace",
+    envvar="SOJOURN_EGRESS_NAMESPACE",
+    help="Path of a network namespace in which connections of sessions are made."
+    " [SOJOURN_EGRESS_NAMESPACE; else the server's own]",
+)
+@click.option(
+    "--egress-nameservers",
+    envvar="SOJOURN_EGRESS_NAMESERVERS",
+    help="Name servers that are asked for sessions: ADDRESS[,...]."
+    " [SOJOURN_EGRESS_NAMESERVERS; else the host's]",
+)
+@click.option(
+    "--egress-private",
+    envvar="SOJOURN_EGRESS_PRIVATE",
+    help="Private networks that policies may name: NETWORK[,...]."
+    " [SOJOURN_EGRESS_PRIVATE; else none]",
+)
+@click.option(
+    "--egress-roots",
+    envvar="SOJOURN_EGRESS_ROOTS",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File of certificates (PEM) that are trusted outside beside the system's."
+    " [SOJOURN_EGRESS_ROOTS]",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -76,20 +104,27 @@ import click
 def command(
     data: Path | None,
     listen: str,
+    database: str | None,
     store_url: str | None,
     store_key_file: Path | None,
     cache_bytes: int | None,
     store_collect: float,
     ports_address: str,
     ports_domain: str,
+    egress_namespace: str | None,
+    egress_nameservers: str | None,
+    egress_private: str | None,
+    egress_roots: Path | None,
     log_level: str,
 ) -> None:
     import logging
     import sys
 
+    from sojourn.cli.databases import database_location
     from sojourn.cli.stores import store_location, store_secret
     from sojourn.model.paths import data_directory
     from sojourn.server.app import run
+    from sojourn.server.gateways import egress_settings
     from sojourn.server.ports import PortSettings
     from sojourn.server.replication import StoreSettings
     from sojourn.server.service_factory import open_service
@@ -107,5 +142,11 @@ def command(
         cache_bytes=cache_bytes,
         collect_every=store_collect,
     )
+    egress = egress_settings(egress_namespace, egress_nameservers, egress_private, egress_roots)
     exposed = PortSettings(address=ports_address, domain=ports_domain)
-    run(lambda: open_service(place, settings, ports=exposed), data=place, address=listen)
+    database_at = database_location(database, place)
+    run(
+        lambda: open_service(place, settings, egress, ports=exposed, database_at=database_at),
+        data=place,
+        address=listen,
+    )
