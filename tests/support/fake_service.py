@@ -36,6 +36,7 @@ from sojourn.errors import (
 )
 from sojourn.model import Limits, Policy, new_id
 from sojourn.server.base import Principal
+from sojourn.server.usages import Usage
 from sojourn.wire.api import (
     ArchiveInfo,
     CodeRequest,
@@ -301,6 +302,10 @@ class FakeService:
             ).info
 
         return self._operate(who, "", "create", key, request, work)
+
+    async def usage(self, who: Principal, ref: str) -> Usage:
+        self._find(who, ref)
+        return Usage(0.0, 0)
 
     async def every(self) -> builtins.list[tuple[str, str]]:
         return [(kept.tenant, kept.info.id) for kept in self._sessions.values()]

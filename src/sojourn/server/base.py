@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from sojourn.node.guest import Guest
+from sojourn.server.usages import Usage
 from sojourn.wire.api import (
     ArchiveInfo,
     CodeRequest,
@@ -39,6 +40,7 @@ from sojourn.wire.api import (
     StatusInfo,
     SuspendRequest,
     TemplateInfo,
+    TemplateRequest,
     TokenInfo,
     UpdateSession,
     VerifyReport,
@@ -127,6 +129,9 @@ class SessionService(Protocol):
     async def every(self) -> builtins.list[tuple[str, str]]:
         """Tenant and id of every session there is, whoever's they are."""
 
+    async def usage(self, who: Principal, ref: str) -> Usage:
+        """What a running session uses. Raises WrongState for one that does not run."""
+
     async def update(self, who: Principal, ref: str, request: UpdateSession) -> SessionInfo: ...
     async def keep_alive(self, who: Principal, ref: str, seconds: float) -> SessionInfo: ...
 
@@ -190,6 +195,30 @@ class SessionService(Protocol):
         self, who: Principal, ref: str, *, after: int
     ) -> AsyncIterator[EventInfo]: ...
 
+    # -- templates
+    async def templates(self, who: Principal) -> builtins.list[TemplateInfo]: ...
+    async def template(self, who: Principal, ref: str) -> TemplateInfo:
+        """`NAME` (the newest version) or `NAME@VERSION`. Raises TemplateNotFound."""
+
+    async def build_template(
+        self,
+        who: Principal,
+        name: str,
+        chunks: AsyncIterator[bytes],
+        *,
+        tag: str | None,
+        source: str | None,
+        start: bool,
+    ) -> TemplateInfo:
+        """A new version, of an image that comes as a tar. Raises ImageInvalid, NameTaken, TooLarge,
+        StorageFull; nothing is kept then."""
+
+    async def remove_template(self, who: Principal, ref: str) -> None: ...
+    async def make_template(
+        self, who: Principal, ref: str, request: TemplateRequest, key: str | None
+    ) -> OperationInfo:
+        """Result: TemplateInfo. The session runs on."""
+
     # -- archives
     async def export(
         self, who: Principal, ref: str, snapshot: str | None, secret: bytes | None
@@ -245,7 +274,6 @@ class SessionService(Protocol):
     async def end_turn(self, who: Principal, ref: str, turn: str) -> SnapshotInfo | None: ...
 
     # -- service
-    async def templates(self, who: Principal) -> builtins.list[TemplateInfo]: ...
     async def create_token(self, who: Principal, tenant: str) -> TokenInfo: ...
     async def tokens(self, who: Principal) -> builtins.list[TokenInfo]: ...
     async def revoke_token(self, who: Principal, token: str) -> None: ...

@@ -60,8 +60,10 @@ from sojourn.server.registry import ActiveSession
 from sojourn.server.requests import Requests
 from sojourn.server.secrets import Secrets
 from sojourn.server.snapshots import Snapshots
+from sojourn.server.templates import Templates
 from sojourn.server.timers import Timers
 from sojourn.server.turns import Turns
+from sojourn.server.usages import Usage, usage
 from sojourn.server.verbs import Verbs
 from sojourn.server.views import durability_info, lies_in, session_info, snapshot_info
 from sojourn.server.wakes import Wakes
@@ -85,6 +87,7 @@ from sojourn.wire.api import (
     StatusInfo,
     SuspendRequest,
     TemplateInfo,
+    TemplateRequest,
     TokenInfo,
     VerifyReport,
 )
@@ -110,6 +113,7 @@ class Sessions:
         self._placements = Placements(context, self._snapshots)
         self._verbs = Verbs(context, self._snapshots, self._placements)
         self._branches = Branches(context, self._snapshots, self._placements)
+        self._templates = Templates(context, self._snapshots, self._placements)
         self._operations = Operations(
             context,
             {
@@ -122,10 +126,13 @@ class Sessions:
                 "rollback": self._branches.rollback,
                 "fork": self._branches.fork,
                 "promote": self._branches.promote,
+                "template": self._templates.from_session,
             },
         )
         self._turns = Turns(context, self._operations, self._snapshots, self._placements)
-        self._requests = Requests(context, self._operations, self._snapshots, self._turns)
+        self._requests = Requests(
+            context, self._operations, self._snapshots, self._turns, self._templates
+        )
         self._commands = Commands(self._turns)
         self._history = History(context, self._snapshots, self._turns)
         self._exports = Exports(context, self._snapshots, self._turns, self._requests)
@@ -248,6 +255,11 @@ class Sessions:
             cursor = page.next
             if cursor is None:
                 return found
+
+    async def usage(self, who: Principal, ref: str) -> Usage:
+        """What a running session uses."""
+        active = await self._context.registry.find(who.tenant, ref)
+        return await usage(self._context.sandbox(active))
 
     async def update(self, who: Principal, ref: str, request: UpdateRequest) -> SessionInfo:
         """Change name, labels, limits, policy or network."""
@@ -373,6 +385,39 @@ class Sessions:
     async def wait(self, who: Principal, operation: str, timeout: float) -> OperationInfo:
         """Wait for it, at most `timeout` seconds."""
         return await self._requests.wait(who, operation, timeout)
+
+    # -- templates --------------------------------------------------------------------------
+
+    async def templates(self, who: Principal) -> builtins.list[TemplateInfo]:
+        """What sessions can start from."""
+        return await self._context.catalog.list(who.tenant)
+
+    async def template(self, who: Principal, ref: str) -> TemplateInfo:
+        """One template's version."""
+        return await self._context.catalog.show(who.tenant, ref)
+
+    async def build_template(
+        self,
+        who: Principal,
+        name: str,
+        chunks: AsyncIterator[bytes],
+        *,
+        tag: str | None,
+        source: str | None,
+        start: bool,
+    ) -> TemplateInfo:
+        """Make a version of an image that comes as a tar."""
+        return await self._templates.build(who, name, chunks, tag=tag, source=source, start=start)
+
+    async def remove_template(self, who: Principal, ref: str) -> None:
+        """Remove a version, or all of a template."""
+        await self._templates.remove(who, ref)
+
+    async def make_template(
+        self, who: Principal, ref: str, request: TemplateRequest, key: str | None
+    ) -> OperationInfo:
+        """Make a template of a session's present state."""
+        return await self._requests.template(who, ref, request, key)
 
     # -- history ----------------------------------------------------------------------------
 
@@ -517,18 +562,6 @@ class Sessions:
             return None  # removed since
 
     # -- service ----------------------------------------------------------------------------
-
-    async def templates(self, who: Principal) -> builtins.list[TemplateInfo]:
-        """What sessions can start from."""
-        return [
-            TemplateInfo(
-                name=template.name,
-                layer=template.layer.id,
-                bytes=template.layer.bytes,
-                created_at=template.created_at,
-            )
-            for template in self._context.templates.values()
-        ]
 
     async def create_token(self, who: Principal, tenant: str) -> TokenInfo:
         """A token for a tenant, which is made when it is new."""

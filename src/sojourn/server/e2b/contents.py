@@ -28,7 +28,6 @@ from sojourn.server.answers import DownloadAnswer, Head
 from sojourn.server.e2b import users
 from sojourn.server.e2b.calls import Call, answer
 from sojourn.server.e2b.entries import text
-from sojourn.server.e2b.failures import api_body, file_status
 from sojourn.server.e2b.rooms import Rooms
 
 SMALL_FILE = 1024 * 1024
@@ -222,6 +221,3 @@ def expired(expiration: str | None) -> bool:
     if expiration is None:
         return False
     return not expiration.isdigit() or len(expiration) > 15 or int(expiration) < time.time()
-
-
-__all__ = ["Contents", "api_body", "expired", "file_status", "unescaped"]

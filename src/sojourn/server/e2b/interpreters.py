@@ -7,6 +7,7 @@ arrives when it is done.
 
 from __future__ import annotations
 
+import base64
 import signal as signals
 import time
 import uuid
@@ -19,7 +20,7 @@ from litestar.types import ASGIApp
 from sojourn.errors import Conflict, InvalidRequest, NotFound, ProcessNotFound, SojournError
 from sojourn.server.answers import StreamAnswer
 from sojourn.server.checks import check_code
-from sojourn.server.e2b import ids, users
+from sojourn.server.e2b import ids
 from sojourn.server.e2b.calls import Call, answer, nothing
 from sojourn.server.e2b.failures import rpc_message
 from sojourn.server.e2b.rooms import Rooms
@@ -44,6 +45,7 @@ _FORMATS = {
     "application/json": "json",
     "application/javascript": "javascript",
 }
+_REMEMBERED = 10_000
 _HEARTBEAT = b'{"type":"keepalive"}\n'
 
 
@@ -78,11 +80,16 @@ def lines(result: CodeResult, count: int) -> list[bytes]:
     shown = list(result.results)
     main = None
     if result.text is not None:
-        main = (
-            len(shown) - 1 if shown and shown[-1].get("text/plain") == result.text else len(shown)
-        )
-        if main == len(shown):
+        # What `display` showed always has a text; rich forms of the last expression may have one.
+        last = shown[-1] if shown else {"text/plain": ""}
+        if "text/plain" not in last or (last["text/plain"] == result.text and len(last) > 1):
+            shown[-1] = {"text/plain": result.text, **last}
+        else:
             shown.append({"text/plain": result.text})
+        main = len(shown) - 1
+    drawn = len(result.images) - sum("image/png" in forms for forms in result.results)
+    for image in result.images[:drawn]:
+        shown.append({"image/png": base64.b64encode(image).decode()})
     for number, forms in enumerate(shown):
         found.append(_line("result", **_forms(forms), is_main_result=number == main))
     if result.error is not None:
@@ -123,6 +130,8 @@ class Interpreters:
 
     def __init__(self, rooms: Rooms) -> None:
         self._rooms = rooms
+        # Pieces of code of this module's own, which the client's count leaves out.
+        self._hidden: dict[tuple[str, str], int] = {}
 
     # -- running ----------------------------------------------------------------------------
 
@@ -159,22 +168,26 @@ class Interpreters:
     async def _run(
         self, call: Call, request: CodeRequest, env: dict[str, str]
     ) -> AsyncIterator[bytes]:
-        extra = 0
         if env:
             await self._code(call, request.context, _SET.format(env=repr(env)))
-            extra += 1
+        hidden = self._hidden.get((call.session, request.context), 0)
         try:
             result = await call.service.run_code(call.who, call.session, request)
         finally:
             if env:
                 await self._code(call, request.context, _RESET)
-        for line in lines(result, result.execution_count):
+        for line in lines(result, max(1, result.execution_count - hidden)):
             yield line
 
     async def _code(self, call: Call, context: str, code: str) -> CodeResult:
-        return await call.service.run_code(
+        result = await call.service.run_code(
             call.who, call.session, CodeRequest(code=code, context=context)
         )
+        if len(self._hidden) >= _REMEMBERED:
+            self._hidden.clear()
+        key = (call.session, context)
+        self._hidden[key] = self._hidden.get(key, 0) + 1
+        return result
 
     async def _begin(self, call: Call, context: str, cwd: str, env: dict[str, str]) -> None:
         """Start a context, in its directory. Raises InvalidRequest, and is not there then."""
@@ -251,6 +264,7 @@ class Interpreters:
 
     async def _end(self, call: Call, context: str) -> None:
         """Its process ends; returns when it has."""
+        self._hidden.pop((call.session, context), None)
         state = await self._find(call, context)
         if state is None:
             return
@@ -281,6 +295,3 @@ def _check_language(language: str | None) -> None:
             next_step="Run it as a command, or use python.",
             field="language",
         )
-
-
-__all__ = ["Interpreters", "lines", "users"]
