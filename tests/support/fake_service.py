@@ -35,8 +35,7 @@ from sojourn.errors import (
     to_body,
 )
 from sojourn.model import Limits, Policy, new_id
-from sojourn.server.base import Principal
-from sojourn.server.usages import Usage
+from sojourn.server.base import Principal, Usage
 from sojourn.wire.api import (
     ArchiveInfo,
     CodeRequest,

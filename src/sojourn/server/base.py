@@ -15,7 +15,6 @@ from typing import Protocol
 import msgspec
 
 from sojourn.node.guest import Guest
-from sojourn.server.usages import Usage
 from sojourn.wire.api import (
     ArchiveInfo,
     CodeRequest,
@@ -55,6 +54,14 @@ class Principal(msgspec.Struct, frozen=True):
     tenant: str
     actor: str
     role: str
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a running session uses: seconds of processor time so far, bytes of files above the
+    template."""
+
+    cpu_seconds: float
+    disk_bytes: int
 
 
 class FileAccess(Protocol):

@@ -36,7 +36,7 @@ from sojourn.lifecycle import (
 )
 from sojourn.model import Limits, SessionState
 from sojourn.server.accounts import Accounts
-from sojourn.server.base import Principal
+from sojourn.server.base import Principal, Usage
 from sojourn.server.branches import Branches
 from sojourn.server.checks import (
     MAX_SECONDS,
@@ -63,7 +63,7 @@ from sojourn.server.snapshots import Snapshots
 from sojourn.server.templates import Templates
 from sojourn.server.timers import Timers
 from sojourn.server.turns import Turns
-from sojourn.server.usages import Usage, usage
+from sojourn.server.usages import usage
 from sojourn.server.verbs import Verbs
 from sojourn.server.views import durability_info, lies_in, session_info, snapshot_info
 from sojourn.server.wakes import Wakes

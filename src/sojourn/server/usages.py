@@ -11,19 +11,11 @@ import contextlib
 import os
 from pathlib import Path
 
-import msgspec
-
 from sojourn.node.sandboxes import Sandbox
+from sojourn.server.base import Usage
 from sojourn.server.quotas import allocated_bytes
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Seconds of processor time so far, and bytes of files above the template."""
-
-    cpu_seconds: float
-    disk_bytes: int
 
 
 def cpu_seconds(pids: list[int], proc: Path = Path("/proc")) -> float:
