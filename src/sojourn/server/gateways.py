@@ -270,7 +270,7 @@ class Gateway:
             nameservers=settings.nameservers,
             private=settings.private,
             roots=settings.roots,
-            ports=numbers[1] if len(numbers) > 1 else -1,
+            ports=numbers[0] if numbers else -1,
         )
         await self._request(lambda: _given(start))
         for sandbox in list(self._wanted):
