@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import cast
 
@@ -262,6 +263,12 @@ class Carriers:
         except ConnectionError:
             tunnel.on_loss = None
             tunnel.reset()
+        except Exception as error:  # noqa: BLE001
+            # A fault ends this tunnel alone. Its type is told and not its text, which may hold
+            # what was under way, and with it a secret.
+            log.error("a fault while serving a tunnel: %s%s", type(error).__name__, _where(error))
+            tunnel.on_loss = None
+            tunnel.reset()
         finally:
             # Whatever happened, no tunnel stays that nobody serves; when both ends have ended
             # nothing is lost by this.
@@ -481,6 +488,11 @@ class Carrier(asyncio.BufferedProtocol):
         self.send(Frame.DETACH)
         self._owner.about_to_freeze()
         self.more()
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" in {frames[-1].name}, line {frames[-1].lineno}" if frames else ""
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
