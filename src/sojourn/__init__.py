@@ -17,6 +17,7 @@ from sojourn.errors import (
     CaptureRefused,
     CommandNotStarted,
     Conflict,
+    ContainerfileInvalid,
     DiskQuotaExceeded,
     EffectsInTheWay,
     FileConflict,
@@ -24,6 +25,7 @@ from sojourn.errors import (
     Forbidden,
     HostUnfit,
     IdempotencyMismatch,
+    ImageInvalid,
     IntegrityError,
     Interrupted,
     InvalidRequest,
@@ -37,6 +39,7 @@ from sojourn.errors import (
     PortSilent,
     ProcessNotFound,
     QuotaExceeded,
+    RegistryRefused,
     ResumeFailed,
     SandboxLost,
     SecretNotFound,
@@ -50,6 +53,7 @@ from sojourn.errors import (
     StoreKeyInvalid,
     StoreRefused,
     StoreUnreachable,
+    TemplateNotFound,
     TooLarge,
     Unauthenticated,
     UnknownTemplate,
@@ -240,6 +244,10 @@ __all__ = [
     "VerifyReport",
     "WrongState",
     "allow",
+    "ContainerfileInvalid",
+    "ImageInvalid",
+    "RegistryRefused",
+    "TemplateNotFound",
 ]
 
 

@@ -171,7 +171,7 @@ def test_events_are_listed_and_followed(work: Any) -> None:
 def test_service_facts(api: Any) -> None:
     assert api.health().status == "ok"
     assert api.status().node == "fake"
-    assert [one.name for one in api.templates()] == ["debian"]
+    assert [one.name for one in api.templates.list()] == ["debian"]
     made = api.tokens.create("c")
     assert made.token and made.id in [one.id for one in api.tokens.list()]
     api.tokens.revoke(made.id)

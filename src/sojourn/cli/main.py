@@ -28,7 +28,7 @@ COMMANDS: dict[str, str] = {
     "session": "sojourn.cli.session:command",
     "verify": "sojourn.cli.history:verify",
     "status": "sojourn.cli.service:status",
-    "template": "sojourn.cli.service:template",
+    "template": "sojourn.cli.template:template",
     "token": "sojourn.cli.service:token",
     "secret": "sojourn.cli.secret:secret",
     "port": "sojourn.cli.port:port",

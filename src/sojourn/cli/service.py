@@ -1,4 +1,4 @@
-"""`sojourn` status, template and token: the server itself."""
+"""`sojourn` status and token: the server itself."""
 
 from __future__ import annotations
 
@@ -60,25 +60,6 @@ def object_store_facts(found: ObjectStoreInfo | None) -> list[tuple[str, object]
         ("behind", behind if found.waiting else "nothing waits"),
         ("held up by", found.error),
     ]
-
-
-@click.group("template", help="Templates: what sessions start from.")
-def template() -> None:
-    """The group itself does nothing."""
-
-
-@template.command("ls", help="List templates.")
-@json_option
-def list_templates(as_json: bool) -> None:
-    found = connect().templates()
-
-    def show() -> None:
-        table(
-            ["NAME", "SIZE", "MADE", "LAYER"],
-            [(one.name, size(one.bytes), moment(one.created_at), one.layer[:16]) for one in found],
-        )
-
-    emit(found, as_json, show)
 
 
 @click.group("token", help="Tokens of tenants; for the operator.")

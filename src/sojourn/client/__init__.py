@@ -14,24 +14,28 @@ if TYPE_CHECKING:
     from sojourn.client.async_files import AsyncFiles
     from sojourn.client.async_process import AsyncProcess
     from sojourn.client.async_session import AsyncSession, AsyncTurn
+    from sojourn.client.async_templates import AsyncTemplates
     from sojourn.client.core_commands import ExecResult
     from sojourn.client.core_networks import allow
     from sojourn.client.sync_client import Secrets, Sessions, Sojourn, Tokens
     from sojourn.client.sync_files import Files
     from sojourn.client.sync_process import Process
     from sojourn.client.sync_session import Session, Turn
+    from sojourn.client.sync_templates import Templates
 
 _MODULES = {
     "async_client": ("AsyncSecrets", "AsyncSessions", "AsyncSojourn", "AsyncTokens"),
     "async_files": ("AsyncFiles",),
     "async_process": ("AsyncProcess",),
     "async_session": ("AsyncSession", "AsyncTurn"),
+    "async_templates": ("AsyncTemplates",),
     "core_commands": ("ExecResult",),
     "core_networks": ("allow",),
     "sync_client": ("Secrets", "Sessions", "Sojourn", "Tokens"),
     "sync_files": ("Files",),
     "sync_process": ("Process",),
     "sync_session": ("Session", "Turn"),
+    "sync_templates": ("Templates",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -42,6 +46,7 @@ __all__ = [
     "AsyncSession",
     "AsyncSessions",
     "AsyncSojourn",
+    "AsyncTemplates",
     "AsyncTokens",
     "AsyncTurn",
     "ExecResult",
@@ -51,6 +56,7 @@ __all__ = [
     "Session",
     "Sessions",
     "Sojourn",
+    "Templates",
     "Tokens",
     "Turn",
     "allow",

@@ -13,6 +13,7 @@ from typing import Any
 
 from sojourn.client import core, core_ports, core_sessions
 from sojourn.client.async_session import AsyncSession
+from sojourn.client.async_templates import AsyncTemplates
 from sojourn.client.async_transport import AsyncTransport, content_of
 from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_ports import UseLike
@@ -23,7 +24,6 @@ from sojourn.wire.api import (
     OperationInfo,
     SecretInfo,
     StatusInfo,
-    TemplateInfo,
     TokenInfo,
 )
 
@@ -48,6 +48,7 @@ class AsyncSojourn:
         self.sessions = AsyncSessions(self._transport)
         self.tokens = AsyncTokens(self._transport)
         self.secrets = AsyncSecrets(self._transport)
+        self.templates = AsyncTemplates(self._transport)
 
     async def __aenter__(self) -> AsyncSojourn:
         return self
@@ -71,10 +72,6 @@ class AsyncSojourn:
     async def status(self) -> StatusInfo:
         """The server at a glance."""
         return await self._transport.run(core_sessions.status())
-
-    async def templates(self) -> list[TemplateInfo]:
-        """The templates sessions can start from."""
-        return await self._transport.run(core_sessions.templates())
 
     async def operation(self, operation: str) -> OperationInfo:
         """An operation as it stands. Raises OperationNotFound."""

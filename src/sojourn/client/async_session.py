@@ -9,7 +9,14 @@ from typing import Any, Literal, overload
 
 import msgspec
 
-from sojourn.client import core_commands, core_files, core_networks, core_ports, core_sessions
+from sojourn.client import (
+    core_commands,
+    core_files,
+    core_networks,
+    core_ports,
+    core_sessions,
+    core_templates,
+)
 from sojourn.client.async_files import AsyncFiles
 from sojourn.client.async_process import AsyncProcess
 from sojourn.client.async_transport import AsyncTransport, content_of
@@ -29,6 +36,8 @@ from sojourn.wire.api import (
     PortInfo,
     SessionInfo,
     SnapshotInfo,
+    TemplateInfo,
+    TemplateRequest,
     VerifyReport,
 )
 from sojourn.wire.code import CodeResult
@@ -297,6 +306,22 @@ class AsyncSession:
         )
         self.info = msgspec.structs.replace(self.info, head=found.id)
         return found
+
+    async def to_template(
+        self,
+        name: str,
+        *,
+        memory: bool = True,
+        start: bool | None = None,
+        wait: str | None = None,
+    ) -> TemplateInfo:
+        """Make a version of template `name` of its present state; the session runs on. Sessions
+        made from it start with these processes running; without `memory` from its files alone.
+
+        Raises CaptureRefused where processes may hold what no other session is to have (secrets,
+        tokens of ports), CaptureFailed, NameTaken, StorageFull."""
+        request = TemplateRequest(name=name, memory=memory, start=start)
+        return await self._transport.run(core_templates.from_session(self.id, request, wait))
 
     async def history(self) -> list[SnapshotInfo]:
         """All snapshots of its tree."""

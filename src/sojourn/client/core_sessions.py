@@ -44,7 +44,6 @@ from sojourn.wire.api import (
     SnapshotRequest,
     StatusInfo,
     SuspendRequest,
-    TemplateInfo,
     TokenInfo,
     TurnInfo,
     TurnRequest,
@@ -328,12 +327,6 @@ def status() -> Plan[StatusInfo]:
     """The server at a glance."""
     info: StatusInfo = yield from get("/v1/status", StatusInfo)
     return info
-
-
-def templates() -> Plan[list[TemplateInfo]]:
-    """The node's templates."""
-    found: list[TemplateInfo] = yield from get("/v1/templates", list[TemplateInfo])
-    return found
 
 
 def create_token(tenant: str) -> Plan[TokenInfo]:

@@ -14,13 +14,13 @@ from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_ports import UseLike
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.sync_session import Session
+from sojourn.client.sync_templates import Templates
 from sojourn.client.transport import Transport, content_of
 from sojourn.wire.api import (
     HealthInfo,
     OperationInfo,
     SecretInfo,
     StatusInfo,
-    TemplateInfo,
     TokenInfo,
 )
 
@@ -44,6 +44,7 @@ class Sojourn:
         self.sessions = Sessions(self._transport)
         self.tokens = Tokens(self._transport)
         self.secrets = Secrets(self._transport)
+        self.templates = Templates(self._transport)
 
     def __enter__(self) -> Sojourn:
         return self
@@ -67,10 +68,6 @@ class Sojourn:
     def status(self) -> StatusInfo:
         """The server at a glance."""
         return self._transport.run(core_sessions.status())
-
-    def templates(self) -> list[TemplateInfo]:
-        """The templates sessions can start from."""
-        return self._transport.run(core_sessions.templates())
 
     def operation(self, operation: str) -> OperationInfo:
         """An operation as it stands. Raises OperationNotFound."""

@@ -9,7 +9,14 @@ from typing import Any, Literal, overload
 
 import msgspec
 
-from sojourn.client import core_commands, core_files, core_networks, core_ports, core_sessions
+from sojourn.client import (
+    core_commands,
+    core_files,
+    core_networks,
+    core_ports,
+    core_sessions,
+    core_templates,
+)
 from sojourn.client.core_commands import Command, ExecResult
 from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
@@ -28,6 +35,8 @@ from sojourn.wire.api import (
     PortInfo,
     SessionInfo,
     SnapshotInfo,
+    TemplateInfo,
+    TemplateRequest,
     VerifyReport,
 )
 from sojourn.wire.code import CodeResult
@@ -294,6 +303,22 @@ class Session:
         )
         self.info = msgspec.structs.replace(self.info, head=found.id)
         return found
+
+    def to_template(
+        self,
+        name: str,
+        *,
+        memory: bool = True,
+        start: bool | None = None,
+        wait: str | None = None,
+    ) -> TemplateInfo:
+        """Make a version of template `name` of its present state; the session runs on. Sessions
+        made from it start with these processes running; without `memory` from its files alone.
+
+        Raises CaptureRefused where processes may hold what no other session is to have (secrets,
+        tokens of ports), CaptureFailed, NameTaken, StorageFull."""
+        request = TemplateRequest(name=name, memory=memory, start=start)
+        return self._transport.run(core_templates.from_session(self.id, request, wait))
 
     def history(self) -> list[SnapshotInfo]:
         """All snapshots of its tree."""

@@ -162,7 +162,7 @@ class Sandbox:
                 tasks.create_task(asyncio.to_thread(self._verify, trusted))
             if gateway is not None:
                 await gateway(self.network_socket)
-            await self.guest.refresh(generation=generation)
+            await self.guest.refresh(generation=generation, hostname=self.record.config.hostname)
             if authority is not None:
                 await authorities.write(self.guest, authority)
             await self.set_network(self.record.network)

@@ -46,6 +46,7 @@ from sojourn.server.routes import (
     secrets,
     sessions,
     snapshots,
+    templates,
     trees,
 )
 from sojourn.server.routes import (
@@ -76,6 +77,7 @@ def all_endpoints() -> list[Endpoint]:
         *trees.ENDPOINTS,
         *ports.ENDPOINTS,
         *secrets.ENDPOINTS,
+        *templates.ENDPOINTS,
     ]
 
 

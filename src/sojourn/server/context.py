@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from sojourn.database.base import Database
 from sojourn.database.writes import UpdateSession, Write
-from sojourn.errors import UnknownTemplate, WrongState
-from sojourn.model import LayerRef, Session
+from sojourn.errors import WrongState
+from sojourn.model import Session
 from sojourn.node.agent import NodeAgent
 from sojourn.node.sandboxes import Sandbox
+from sojourn.server.catalog import Catalog, Template
 from sojourn.server.gateways import EgressSettings
 from sojourn.server.guards import StoreGuard
 from sojourn.server.networks import Networks
@@ -24,14 +23,6 @@ from sojourn.server.replication import Replicator
 from sojourn.server.secrets import Secrets
 from sojourn.server.sources import RepositorySource
 from sojourn.store.base import Store
-
-
-class Template(msgspec.Struct, frozen=True):
-    """A template this node can start sessions from."""
-
-    name: str
-    layer: LayerRef
-    created_at: float
 
 
 class Context:
@@ -56,7 +47,7 @@ class Context:
         self.database = database
         self.store = store
         self.agent = agent
-        self.templates = {template.name: template for template in templates}
+        self.catalog = Catalog(database, store, templates)
         self.server = server
         self.replicator = replicator
         self.source = source
@@ -77,16 +68,6 @@ class Context:
         self.registry.watch(self.ports.committed)
         self.guard = StoreGuard()
         self._chores: set[asyncio.Task[Any]] = set()
-
-    def template(self, name: str) -> Template:
-        """A template by name. Raises UnknownTemplate."""
-        try:
-            return self.templates[name]
-        except KeyError:
-            known = ", ".join(sorted(self.templates)) or "none"
-            raise UnknownTemplate(
-                f"there is no template {name!r} (known: {known})", field="template"
-            ) from None
 
     def sandbox(self, active: ActiveSession) -> Sandbox:
         """The running sandbox of a session. Raises WrongState, SandboxLost."""

@@ -20,9 +20,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 import msgspec
 
@@ -42,6 +42,7 @@ from sojourn.model import Session, SessionState, Snapshot, new_id
 from sojourn.repository.archives import Archive, open_archive, refusing
 from sojourn.repository.backends.archive_file import ArchiveReader
 from sojourn.server.base import Principal
+from sojourn.server.catalog import split_reference
 from sojourn.server.checks import (
     check_label,
     check_limits,
@@ -52,11 +53,10 @@ from sojourn.server.checks import (
 )
 from sojourn.server.context import Context
 from sojourn.server.snapshots import Snapshots
+from sojourn.server.threads import in_thread
 from sojourn.server.views import session_info
 from sojourn.store.copying import disk_errors
 from sojourn.wire.api import SessionInfo
-
-T = TypeVar("T")
 
 PIECE = 1 << 20
 _LEFT, _LEFT_PART = 256 << 20, 50  # bytes of the disk that stay free, or this part of a small one
@@ -91,10 +91,10 @@ class Imports:
         with disk_errors("receiving an archive"):
             file = tempfile.TemporaryFile(dir=self._context.store.root, buffering=0)  # noqa: SIM115
         try:
-            await _receive(file, chunks, self._context.store.root)
+            await receive(file, chunks, self._context.store.root)
             faultpoints.reach("import.received")
             stop = threading.Event()
-            archive = await _thread(lambda: self._open(file, expect, secret, stop), stop)
+            archive = await in_thread(lambda: self._open(file, expect, secret, stop), stop)
             with _forged():
                 session = _session(who, archive, name)
             if session.name is not None:
@@ -138,7 +138,7 @@ class Imports:
         notes = {note.id: note for note in archive.record.snapshots}
         session = msgspec.structs.replace(session, head=ids[session.head or ""])
         with context.store.held(archive.objects):
-            await _thread(
+            await in_thread(
                 lambda: context.store.take_in(archive, archive.layers, archive.images), stop
             )
             faultpoints.reach("import.take")
@@ -195,6 +195,9 @@ def _event(who: Principal, archive: Archive, session: Session) -> AppendEvent:
             "session": archive.record.session.id,
             "digest": archive.digest,
             "snapshots": len(archive.snapshots),
+            # Who made the archive decides nothing here: what it may reach is for its new owner.
+            "network": "none",
+            "network_before": str(archive.record.session.network.mode),
         },
         after=session.head,
     )
@@ -207,7 +210,7 @@ def spare_room(place: Path) -> int:
     return usage.free - min(_LEFT, usage.total // _LEFT_PART)
 
 
-async def _receive(file: IO[bytes], chunks: AsyncIterator[bytes], place: Path) -> None:
+async def receive(file: IO[bytes], chunks: AsyncIterator[bytes], place: Path) -> None:
     """Write what comes to a file on the disk of `place`, a piece at a time. Raises StorageFull."""
     held = bytearray()
 
@@ -223,23 +226,8 @@ async def _receive(file: IO[bytes], chunks: AsyncIterator[bytes], place: Path) -
     async for chunk in chunks:
         held += chunk
         if len(held) >= PIECE:
-            await _thread(write)
-    await _thread(write)
-
-
-async def _thread(work: Callable[[], T], stop: threading.Event | None = None) -> T:
-    """Work in a thread that is told to stop, and waited for, when this is given up: the file it
-    uses is closed then."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        if stop is not None:
-            stop.set()
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # what it ended with is of no interest to anyone
-        raise
+            await in_thread(write)
+    await in_thread(write)
 
 
 @contextlib.contextmanager
@@ -260,7 +248,7 @@ def _session(who: Principal, archive: Archive, name: str | None) -> Session:
     kept = name if name is not None else old.name
     if kept is not None:
         check_name(kept)
-    for word in (old.template, old.driver):
+    for word in (split_reference(old.template)[0], old.driver):
         if not _WORD.fullmatch(word):
             raise InvalidRequest(f"{word!r} is no template or driver", field="template")
     for note in archive.record.snapshots:
@@ -298,7 +286,9 @@ def _check_snapshot(one: Snapshot) -> None:
     check_label(one.label)
     check_map("env", config.env, env=True)
     check_place(config.cwd or None, config.user)
-    if not _WORD.fullmatch(config.template) or not _WORD.fullmatch(config.hostname):
+    if not _WORD.fullmatch(split_reference(config.template)[0]) or not _WORD.fullmatch(
+        config.hostname
+    ):
         raise InvalidRequest("the template or host name cannot be one", field="config")
     if not (math.isfinite(one.created_at) and 0 <= one.created_at < 2**40):
         raise InvalidRequest("the time of a snapshot is none", field="created_at")

@@ -89,7 +89,7 @@ class Placements:
         layers = snapshot.layers
         if len(layers) > _MOST_LAYERS:
             # Forks of running forks grow the chain without ever being put away.
-            layers = await self._snapshots.merged(layers)
+            layers = await self._snapshots.merged(layers, snapshot.config.base_layers)
         record = SandboxRecord(
             sandbox=new_id("sbx").replace("_", "-"),
             session=session.id,
@@ -107,9 +107,9 @@ class Placements:
         faultpoints.reach(f"{verb}.start")
         now = time.time()
         try:
-            if verb in _REASONS:
+            if verb in _REASONS or record.memory is not None:
                 sandbox = self._context.agent.find(record.sandbox, record.epoch)
-                runs = await hooks.run(sandbox.guest, hooks.POST_RESUME, _REASONS[verb])
+                runs = await hooks.run(sandbox.guest, hooks.POST_RESUME, _REASONS.get(verb, "fork"))
                 also = (*also, *hook_events(active, runs, run))
             updated = await self._context.commit(
                 active,

@@ -81,7 +81,8 @@ class Quotas:
 
     def base_bytes(self, sandbox: Sandbox) -> int:
         """What the session's sealed layers above the template hold."""
-        return sum(layer.bytes for layer in sandbox.record.layers[1:])
+        record = sandbox.record
+        return sum(layer.bytes for layer in record.layers[record.config.base_layers :])
 
     async def check(self, active: ActiveSession, sandbox: Sandbox) -> None:
         """Look at one running session; enforce or lift."""

@@ -368,7 +368,7 @@ def _row(
         fingerprint=manifest.fingerprint,
         has_memory=memory is not None,
         memory_bytes=memory.bytes if memory else 0,
-        layer_bytes=sum(layer.bytes for layer in manifest.layers[1:]),
+        layer_bytes=sum(layer.bytes for layer in manifest.layers[manifest.config.base_layers :]),
         layers=[layer.id for layer in manifest.layers],
         image=memory.id if memory else None,
         turn=note.turn if note else None,

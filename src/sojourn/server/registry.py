@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from sojourn.database.base import Database
-from sojourn.errors import SessionBusy
-from sojourn.model import Session, SessionState
+from sojourn.errors import SessionBusy, SessionNotFound
+from sojourn.model import Session, SessionKind, SessionState
 
 GATE_SECONDS = 60.0
 
@@ -132,8 +132,8 @@ class Registry:
             and (tenant is None or known.session.tenant == tenant)
             and ref in (known.id, known.session.name)
         ):
-            return known
-        return self.hold(await self._database.get_session(tenant, ref))
+            return _session(known)
+        return _session(self.hold(await self._database.get_session(tenant, ref)))
 
     def watch(self, told: Callable[[Session], None]) -> None:
         """Have another one told of every record that is committed."""
@@ -166,7 +166,9 @@ class Registry:
 
     def _name(self, active: ActiveSession) -> None:
         session = active.session
-        if session.name is not None and session.state is not SessionState.DELETED:
+        named = session.name is not None and session.kind is SessionKind.SESSION
+        if named and session.state is not SessionState.DELETED:
+            assert session.name is not None
             self._by_name[(session.tenant, session.name)] = session.id
 
     def drop(self, active: ActiveSession) -> None:
@@ -179,3 +181,10 @@ class Registry:
     def all(self) -> list[ActiveSession]:
         """Every session held."""
         return list(self._by_id.values())
+
+
+def _session(active: ActiveSession) -> ActiveSession:
+    """One that can be asked for: what holds a template's versions is no session to its users."""
+    if active.session.kind is not SessionKind.SESSION:
+        raise SessionNotFound(f"session {active.id!r} does not exist", session=active.id)
+    return active

@@ -31,6 +31,7 @@ from sojourn.server.context import Context
 from sojourn.server.operations import Operations
 from sojourn.server.registry import ActiveSession
 from sojourn.server.snapshots import Snapshots
+from sojourn.server.templates import Templates
 from sojourn.server.turns import Turns
 from sojourn.server.views import operation_info, session_info
 from sojourn.wire.api import (
@@ -41,6 +42,7 @@ from sojourn.wire.api import (
     SessionInfo,
     SnapshotRequest,
     SuspendRequest,
+    TemplateRequest,
 )
 
 MAX_FORKS = 100
@@ -52,27 +54,43 @@ class Requests:
     """Begins operations and tells how they stand."""
 
     def __init__(
-        self, context: Context, operations: Operations, snapshots: Snapshots, turns: Turns
+        self,
+        context: Context,
+        operations: Operations,
+        snapshots: Snapshots,
+        turns: Turns,
+        templates: Templates,
     ) -> None:
         self._context = context
         self._operations = operations
         self._snapshots = snapshots
         self._turns = turns
+        self._templates = templates
 
     async def create(
         self, who: Principal, request: CreateSession, key: str | None
     ) -> OperationInfo:
         """Make a session and start it."""
-        template = self._context.template(request.template)
-        driver = request.driver or self._context.agent.default_driver
+        template = await self._context.catalog.find(who.tenant, request.template)
+        memory = template.memory
+        own = memory.driver if memory is not None else self._context.agent.default_driver
+        driver = request.driver or own
         self._context.agent.driver(driver)
+        if memory is not None and driver != memory.driver:
+            raise InvalidRequest(
+                f"template {template.name} holds the memory of processes, which only driver"
+                f" {memory.driver} can start",
+                next_step="Leave the driver out, or make a template of the files alone (--cold).",
+                field="driver",
+            )
+        env = (template.config.env if template.config else {}) | request.env
         limits = check_limits(request.limits or Limits())
         policy = check_policy(request.policy or Policy())
         network = await self._context.networks.check(who.tenant, request.network or NetworkPolicy())
         if request.name is not None:
             check_name(request.name)
         check_map("labels", request.labels, env=False)
-        check_map("env", request.env, env=True)
+        check_map("env", env, env=True)
         check_place(request.cwd, request.user)
         now = time.time()
         idle, lifetime = first_deadlines(policy, now)
@@ -82,7 +100,7 @@ class Requests:
             name=request.name,
             labels=request.labels,
             template=template.name,
-            env=request.env,
+            env=env,
             limits=limits,
             policy=policy,
             driver=driver,
@@ -142,6 +160,13 @@ class Requests:
         return await self._verb(
             who, ref, "snapshot", {"label": request.label, "memory": request.memory}, key
         )
+
+    async def template(
+        self, who: Principal, ref: str, request: TemplateRequest, key: str | None
+    ) -> OperationInfo:
+        """Make a template of the present state."""
+        self._templates.check(request)
+        return await self._verb(who, ref, "template", msgspec.to_builtins(request), key)
 
     async def rollback(
         self, who: Principal, ref: str, snapshot: str, key: str | None, *, force: bool = False

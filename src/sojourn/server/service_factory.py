@@ -27,7 +27,8 @@ from sojourn.node.agent import NodeAgent
 from sojourn.node.isolation.base import Driver
 from sojourn.node.isolation.bubblewrap import BubblewrapDriver
 from sojourn.node.isolation.gvisor import GVisorDriver
-from sojourn.server.context import Context, Template
+from sojourn.server.catalog import Template
+from sojourn.server.context import Context
 from sojourn.server.data import data_lock
 from sojourn.server.gateways import EgressSettings
 from sojourn.server.ports import PortSettings

@@ -114,7 +114,9 @@ class Snapshots:
             fingerprint=snapshot.fingerprint,
             has_memory=memory is not None,
             memory_bytes=memory.bytes if memory else 0,
-            layer_bytes=sum(layer.bytes for layer in snapshot.layers[1:]),
+            layer_bytes=sum(
+                layer.bytes for layer in snapshot.layers[snapshot.config.base_layers :]
+            ),
             layers=[layer.id for layer in snapshot.layers],
             image=memory.id if memory else None,
         )
@@ -309,7 +311,7 @@ class Snapshots:
 
     def squash_soon(self, active: ActiveSession, snapshot: Snapshot) -> None:
         """Merge a long chain of layers in the background, while the session is put away."""
-        if len(snapshot.layers) > LONG_CHAIN:
+        if len(snapshot.layers) - min(snapshot.config.base_layers, LONG_CHAIN) >= LONG_CHAIN:
             self._context.soon(self._squash_logged(active, snapshot), f"squash {active.id}")
 
     async def _squash_logged(self, active: ActiveSession, snapshot: Snapshot) -> None:
@@ -326,7 +328,7 @@ class Snapshots:
         # What only the object store has comes first: nobody waits for it with the guard held.
         await asyncio.to_thread(self._bring, snapshot.layers)
         async with self._context.guard.publishing():
-            layers = await self.merged(snapshot.layers)
+            layers = await self.merged(snapshot.layers, snapshot.config.base_layers)
         # The gate comes before the guard, as everywhere: whoever held the guard and waited for the
         # gate would hold up a collection, which holds up whoever has the gate. The store keeps the
         # merged layer meanwhile.
@@ -355,10 +357,11 @@ class Snapshots:
         for layer in layers[1:]:
             self._context.store.layer_path(layer.id)
 
-    async def merged(self, layers: list[LayerRef]) -> list[LayerRef]:
-        """The template and one layer that shows what all others show."""
-        one = await asyncio.to_thread(self._context.store.squash, layers[1:], layers[:1])
-        return [layers[0]] if one.entries == 0 else [layers[0], one]
+    async def merged(self, layers: list[LayerRef], base: int) -> list[LayerRef]:
+        """The template's layers and one that shows what all others show."""
+        below = layers[: min(base, LONG_CHAIN)]
+        one = await asyncio.to_thread(self._context.store.squash, layers[len(below) :], below)
+        return below if one.entries == 0 else [*below, one]
 
     # -- thin and remove --------------------------------------------------------------------
 
@@ -452,7 +455,7 @@ class Snapshots:
             references = await context.database.references()
             live = references.layers | references.images | context.agent.in_use()
             live |= await self._sealed()
-            live |= {template.layer.id for template in context.templates.values()}
+            live |= {template.layer.id for template in context.catalog.node.values()}
             freed = await asyncio.to_thread(context.store.collect, live)
             used = context.agent.in_use()
             return freed + await asyncio.to_thread(context.store.discard_damaged, used)

@@ -26,7 +26,7 @@ from sojourn.errors import (
     Unsupported,
 )
 from sojourn.lifecycle import Command, Verb, decide, expired, settled_deadline
-from sojourn.model import LayerRef, SessionState, Snapshot, SnapshotKind
+from sojourn.model import LayerRef, Session, SessionState, Snapshot, SnapshotKind
 from sojourn.model.snapshots import SnapshotConfig
 from sojourn.node import captures, hooks
 from sojourn.node.isolation.base import Capability
@@ -69,19 +69,9 @@ class Verbs:
         async with active.gate.closed("create"):
             session = active.session
             decide(session, Command(Verb.CREATE))
-            template = self._context.template(session.template)
-            config = SnapshotConfig(
-                template=template.name,
-                env=session.env,
-                user=run.request.get("user") or "root",
-                cwd=run.request.get("cwd") or "",  # the home of whoever runs a command
-                hostname=session.name or "sandbox",
-            )
-            base = self._snapshots.manifest(
-                session, config, [template.layer], None, SnapshotKind.BASE
-            )
             record: SnapshotRecord | None = None
             try:
+                base = await self._base(run, session)
                 record = await self._snapshots.publish(base, session.tenant)
                 await self._placements.place(
                     run,
@@ -95,13 +85,30 @@ class Verbs:
             except Exception as error:
                 # Whatever it was, the session must not stay `creating` with nobody at work on it.
                 cause = error.message if isinstance(error, SojournError) else repr(error)
-                kept = {"head": base.id} if record is not None else {}
+                kept = {"head": record.id} if record is not None else {}
                 await self._context.commit(
                     active,
                     {"state": SessionState.FAILED, "cause": cause, "sandbox": None, **kept},
                     *([InsertSnapshot(record)] if record is not None else []),
                 )
                 raise
+
+    async def _base(self, run: Run, session: Session) -> Snapshot:
+        """The first snapshot of a session: what its template holds, running processes too."""
+        template = await self._context.catalog.find(session.tenant, session.template)
+        told = template.config
+        config = SnapshotConfig(
+            template=template.name,
+            env=session.env,
+            user=run.request.get("user") or (told.user if told else "root"),
+            # Without one: the home of whoever runs a command.
+            cwd=run.request.get("cwd") or (told.cwd if told else ""),
+            hostname=session.name or "sandbox",
+            base_layers=len(template.layers) or 1,
+            image=told.image if told else None,
+        )
+        layers = template.layers or [template.layer]
+        return self._snapshots.manifest(session, config, layers, template.memory, SnapshotKind.BASE)
 
     # -- pause and resume -------------------------------------------------------------------
 

@@ -149,6 +149,15 @@ class Store(Protocol):
     def layer_path(self, layer: str) -> Path:
         """Directory to use as overlay lower directory. Raises IntegrityError when missing."""
 
+    def manifest(self, layer: str) -> Manifest:
+        """A layer's canonical entries. Raises IntegrityError when it is missing."""
+
+    def stage_tree(self) -> Path:
+        """A fresh directory on the store's file system to make a tree in, for `seal_layer`."""
+
+    def discard_tree(self, staged: Path) -> None:
+        """Drop what is left of it. Idempotent."""
+
     def adopt_template(self, tree: Path, name: str) -> LayerRef:
         """Register an immutable external tree (a template's root) as a layer without copying it."""
 

@@ -150,6 +150,14 @@ class LocalStore:
         """A layer's canonical entries. Raises IntegrityError when it is missing."""
         return self._layers.get(layer).manifest
 
+    def stage_tree(self) -> Path:
+        """A fresh directory on the store's file system to make a tree in, for `seal_layer`."""
+        return self._staging.new()
+
+    def discard_tree(self, staged: Path) -> None:
+        """Drop what is left of it. Idempotent."""
+        self._staging.drop(staged)
+
     def adopt_template(self, tree: Path, name: str) -> LayerRef:
         """Register an immutable external tree as a layer without copying it."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", name):

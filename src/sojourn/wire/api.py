@@ -399,12 +399,49 @@ class TreeInfo(msgspec.Struct, frozen=True):
 
 
 class TemplateInfo(msgspec.Struct, frozen=True):
-    """A template the node has."""
+    """What sessions can start from: a template of the node (`version` is None), or a version of one
+    that was built, with what its image says. With `memory` its processes run from the start."""
 
     name: str
     layer: str
     bytes: int
     created_at: float
+    version: int | None = None
+    versions: list[int] = []
+    layers: int = 1
+    memory: bool = False
+    memory_bytes: int = 0
+    source: str = ""
+    digest: str | None = None
+    env: dict[str, str] = {}
+    user: str = "root"
+    cwd: str = ""
+    entrypoint: list[str] = []
+    cmd: list[str] = []
+    start: bool = False
+    labels: dict[str, str] = {}
+    durable_at: float | None = None
+
+
+IMAGE_TYPE = "application/x-tar"
+"""An image on its way to the server: an OCI layout, or what `docker save` writes, as a tar."""
+
+
+class TemplateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Make a template of a session's present state; without `memory` of its files alone. `env`,
+    `user`, `cwd` and what follows replace what the session's own template says."""
+
+    name: str
+    memory: bool = True
+    env: dict[str, str] | None = None
+    user: str | None = None
+    cwd: str | None = None
+    entrypoint: list[str] | None = None
+    cmd: list[str] | None = None
+    labels: dict[str, str] | None = None
+    start: bool | None = None
+    step: str | None = None
+    source: str | None = None
 
 
 ARCHIVE_TYPE = "application/vnd.sojourn.archive"

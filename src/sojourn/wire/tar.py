@@ -47,6 +47,7 @@ _EXTENDED = frozenset(
 )
 _FACTS = frozenset({b"path", b"linkpath", b"mtime", b"uid", b"gid", b"size"})
 _SPARSE = b"GNU.sparse"
+_XATTR = b"SCHILY.xattr."
 _BILLION = 1_000_000_000
 
 
@@ -64,6 +65,7 @@ class Entry(msgspec.Struct, frozen=True):
     target: bytes = b""
     major: int = 0
     minor: int = 0
+    xattrs: tuple[tuple[bytes, bytes], ...] = ()
 
 
 class EntryEnd(msgspec.Struct, frozen=True):
@@ -113,9 +115,12 @@ def clean_name(name: bytes, what: str = "member") -> bytes:
 
 
 class Decoder:
-    """Turns received bytes, cut anywhere, into events."""
+    """Turns received bytes, cut anywhere, into events. With `rooted` the stream is a whole root
+    tree: absolute names are taken as relative to it. With `xattrs` extended attributes are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rooted: bool = False, xattrs: bool = False) -> None:
+        self._rooted = rooted
+        self._xattrs = xattrs
         self._buffer = bytearray()
         self._state = "header"  # header, extended, content, padding, ended
         self._left = 0  # bytes of the present state still to come
@@ -216,7 +221,11 @@ class Decoder:
         if kind == "file" and name.endswith(b"/"):
             kind = "dir"  # how tars older than POSIX mark directories
         target = facts.get(b"linkpath", info.linkname.encode("utf-8", "surrogateescape"))
+        if self._rooted:
+            name = name.lstrip(b"/") or b"."
         if kind == "hardlink":
+            if self._rooted:
+                target = target.lstrip(b"/") or b"."
             target = clean_name(target, "link")
         elif kind == "symlink":
             if not target or b"\0" in target or len(target) > MAX_NAME:
@@ -249,6 +258,18 @@ class Decoder:
             target,
             info.devmajor,
             info.devminor,
+            self._attributes(facts),
+        )
+
+    def _attributes(self, facts: dict[bytes, bytes]) -> tuple[tuple[bytes, bytes], ...]:
+        if not self._xattrs:
+            return ()
+        return tuple(
+            sorted(
+                (key[len(_XATTR) :], value)
+                for key, value in facts.items()
+                if key.startswith(_XATTR)
+            )
         )
 
     def _take_extended(self, payload: bytes) -> None:
@@ -275,7 +296,7 @@ def _records(payload: bytes) -> dict[bytes, bytes]:
         key, equals, value = record.partition(b"=")
         if length < 5 or at + length > len(payload) or payload[at + length - 1] != 10 or not equals:
             raise InvalidRequest("the tar holds a malformed pax header", field="body")
-        if key in _FACTS:
+        if key in _FACTS or key.startswith(_XATTR):
             records[key] = value
         elif key.startswith(_SPARSE):
             records[_SPARSE] = b""

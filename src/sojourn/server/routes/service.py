@@ -1,4 +1,4 @@
-"""/v1/health, status, templates and tokens: the server itself."""
+"""/v1/health, status and tokens: the server itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from litestar.types import ASGIApp
 from sojourn.errors import Forbidden, InvalidRequest, NotFound
 from sojourn.server.answers import empty_answer, json_answer
 from sojourn.server.endpoints import Call, Endpoint, endpoint
-from sojourn.wire.api import CreateToken, HealthInfo, StatusInfo, TemplateInfo, TokenInfo
+from sojourn.wire.api import CreateToken, HealthInfo, StatusInfo, TokenInfo
 
 _HEALTH = HealthInfo("ok", version("sojourn"))
 
@@ -24,13 +24,6 @@ async def health(call: Call) -> ASGIApp:
 @endpoint("GET", "/v1/status", "The server at a glance", answers={200: StatusInfo})
 async def status(call: Call) -> ASGIApp:
     return json_answer(await call.service.status(call.who))
-
-
-@endpoint(
-    "GET", "/v1/templates", "List the templates of the node", answers={200: list[TemplateInfo]}
-)
-async def templates(call: Call) -> ASGIApp:
-    return json_answer(await call.service.templates(call.who))
 
 
 @endpoint(
@@ -69,4 +62,4 @@ async def revoke_token(call: Call) -> ASGIApp:
     return empty_answer()
 
 
-ENDPOINTS: list[Endpoint] = [health, status, templates, create_token, tokens, revoke_token]
+ENDPOINTS: list[Endpoint] = [health, status, create_token, tokens, revoke_token]
