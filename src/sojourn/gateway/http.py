@@ -536,7 +536,7 @@ class _Exchange:
         await self._write_guest(h11.InformationalResponse(status_code=101, headers=headers))
         self._guest.unread(self._guest_http.trailing_data[0])
         self._outside.unread(self._outside_http.trailing_data[0])
-        await splice(self._guest, self._outside, self._record, self._scrubber)
+        await splice(self._guest, self._outside, self._record, scrubber=self._scrubber)
 
     def _has_no_body(self, response: h11.Response) -> bool:
         return self._method == b"HEAD" or response.status_code in _BODYLESS

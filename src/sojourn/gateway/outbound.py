@@ -7,7 +7,6 @@ to a name may not speak for another one: not by the name in a TLS greeting, not 
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 import time
 
@@ -19,7 +18,7 @@ from sojourn.gateway.proxying import SOCKS4, SOCKS5, Socks, SocksRefused
 from sojourn.gateway.records import NotRecorded
 from sojourn.gateway.rules import HTTP_PORT, TLS_PORT, Verdict, judge_greeting
 from sojourn.gateway.scopes import Denied, Ground, Reached, Scope, Unreached
-from sojourn.gateway.splicing import splice
+from sojourn.gateway.splicing import FirstLine, splice
 from sojourn.gateway.streams import Metered, Reset, Secured, Stream
 from sojourn.gateway.tunnels import Tunnel
 from sojourn.wire.tunnels import Kind, Refusal
@@ -27,10 +26,7 @@ from sojourn.wire.tunnels import Kind, Refusal
 IDLE_SECONDS = 600
 _HEAD_SECONDS = 30
 _SILENCE_SECONDS = 0.3
-_LONGEST_LINE = 16 << 10
 _TLS = 0x16
-_HTTP_LINE = re.compile(rb"[^\r\n]*\bHTTP/[0-9]", re.IGNORECASE)
-_TEXT = re.compile(rb"[\t -~]*\r?\Z")
 
 
 class Outbound:
@@ -122,7 +118,7 @@ class Outbound:
         verdict = self._scope.judge(host, port)
         spoken = await self._listen(stream, host, port, verdict.allowed and verdict.raw)
         if isinstance(spoken, Reached):
-            await self._silent(stream, host, port, spoken, ground)
+            await self._join(stream, host, port, spoken, ground, "tcp")
         elif spoken == "tls":
             await self._tls(stream, host, port, ground)
         elif spoken == "http":
@@ -169,37 +165,33 @@ class Outbound:
         return await self._first_line(stream, data)
 
     async def _first_line(self, stream: Stream, data: bytes) -> str:
-        """Tell HTTP from other protocols that begin with text, however slowly it comes."""
+        """Tell HTTP from other protocols. A line that does not become whole is passed on, and
+        watched on its way."""
+        if not data:
+            return ""
+        if data[0] == _TLS:
+            stream.unread(data)
+            return "tls"
+        first = FirstLine()
+        first.feed(data)
         try:
-            async with asyncio.timeout(_HEAD_SECONDS):
-                while True:
-                    if not data:
-                        return ""
-                    if data[0] == _TLS:
-                        stream.unread(data)
-                        return "tls"
-                    line, newline, _ = data.lstrip(b"\r\n").partition(b"\n")
-                    if newline or not _TEXT.match(line) or len(data) > _LONGEST_LINE:
-                        stream.unread(data)
-                        return "http" if _HTTP_LINE.match(line) else "raw"
+            while first.http is None:
+                async with asyncio.timeout(_SILENCE_SECONDS):
                     more = await stream.read()
-                    if not more:
-                        stream.unread(data)
-                        return "raw"
-                    data += more
-        except TimeoutError as error:
-            raise Reset("what is spoken did not become clear in time") from error
+                if not more:
+                    break
+                data += more
+                first.feed(more)
+        except TimeoutError:
+            first.http = None
+        stream.unread(data)
+        return "http" if first.http else "raw"
 
     async def _reach_raw(self, host: Host, port: int) -> Reached:
         try:
             return await self._scope.reach(host, port)
         except (Denied, Unreached) as error:
             raise Reset(str(error)) from error
-
-    async def _silent(
-        self, stream: Stream, host: Host, port: int, reached: Reached, ground: Ground
-    ) -> None:
-        await self._join(stream, host, port, reached, ground, "tcp")
 
     async def _raw(self, stream: Stream, host: Host, port: int, ground: Ground, kind: str) -> None:
         await self._join(stream, host, port, await self._reach_raw(host, port), ground, kind)
@@ -214,7 +206,8 @@ class Outbound:
         )
         try:
             await record.begin()
-            await splice(stream, reached.connection, record)
+            first = FirstLine() if kind == "tcp" and host.name is not None else None
+            await splice(stream, reached.connection, record, first=first)
             record.end("done")
         except NotRecorded as error:
             record.end("failed")

@@ -7,20 +7,53 @@ resets the other, so nothing cut off looks whole.
 from __future__ import annotations
 
 import asyncio
+import re
 
 from sojourn.gateway.records import Record
 from sojourn.gateway.secrets import Scrubber
 from sojourn.gateway.streams import Reset, Stream
 
+_LONGEST_LINE = 16 << 10
+_HTTP_LINE = re.compile(rb"[^\r\n]*\bHTTP/[0-9]", re.IGNORECASE)
+_TEXT = re.compile(rb"[\t -~]*\r?\Z")
+
+
+class FirstLine:
+    """What a program says first, as far as it tells HTTP from other protocols."""
+
+    def __init__(self) -> None:
+        self._data = b""
+        self.http: bool | None = None  # None: not known yet
+
+    def feed(self, data: bytes) -> None:
+        """The next bytes."""
+        if self.http is not None:
+            return
+        self._data += data
+        line, newline, _ = self._data.lstrip(b"\r\n").partition(b"\n")
+        if newline or not _TEXT.match(line) or len(self._data) > _LONGEST_LINE:
+            self.http = _HTTP_LINE.match(line) is not None
+            self._data = b""
+
 
 async def splice(
-    guest: Stream, outside: Stream, record: Record, scrubber: Scrubber | None = None
+    guest: Stream,
+    outside: Stream,
+    record: Record,
+    *,
+    scrubber: Scrubber | None = None,
+    first: FirstLine | None = None,
 ) -> None:
     """Until both directions have ended. A secret's value that comes in ends it: such a stream
-    cannot be changed. Raises Reset."""
+    cannot be changed. So does a `first` line that turns out to be HTTP: that is to be read, and
+    not passed through. Raises Reset."""
 
     async def outward() -> None:
         while data := await guest.read():
+            if first is not None:
+                first.feed(data)
+                if first.http:
+                    raise Reset("HTTP came where it was no longer expected")
             record.request_bytes += len(data)
             await outside.write(data)
         await outside.end()

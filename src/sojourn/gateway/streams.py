@@ -378,7 +378,11 @@ class Metered:
         self.moved_at = time.monotonic()
         wait = self._read_pace(len(data))
         if wait > 0:
-            await asyncio.sleep(wait)
+            try:
+                await asyncio.sleep(wait)
+            except asyncio.CancelledError:
+                self._inner.unread(data)
+                raise
         return data
 
     def unread(self, data: bytes) -> None:

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 _LONGEST_HOST = 1024
 _FIRST_FRAME_SECONDS = 10
 _PARKING_SECONDS = 5
-# What is taken beyond the usual bound while a freeze is prepared: what a socket may hold.
-_PARKING_ROOM = 160 << 10
+# What a tunnel may hold while a freeze is prepared: its usual bound, and what was in its socket.
+_PARKING_ROOM = 512 << 10
 
 
 class Tunnel:
