@@ -55,6 +55,7 @@ class Wakes:
         self._turns = turns
         self._dials: dict[int, asyncio.Task[None]] = {}
         self._looked: dict[str, float] = {}
+        # By session (0) and by sandbox and port, as long as somebody uses them.
         self._locks: weakref.WeakValueDictionary[tuple[str, int], asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )
@@ -103,10 +104,13 @@ class Wakes:
         """Have the session run and a tunnel opened. Raises what forbids it, PortSilent."""
         who = Principal(tenant=port.tenant, actor=f"port {port.port}", role="tenant")
         why = "the session did not come up"
+        # The first wakes it; the others find it awake.
+        waking = self._locks.setdefault((port.session, 0), asyncio.Lock())
         try:
             async with asyncio.timeout(HOLD_SECONDS):
                 while True:
-                    active, sandbox = await self._turns.running(who, port.session, beside=True)
+                    async with waking:
+                        active, sandbox = await self._turns.running(who, port.session, beside=True)
                     active.calls += 1
                     try:
                         await self._connect(sandbox, token, port.port)
