@@ -86,7 +86,6 @@ static void drop_connection(void)
     in_at = out_at = 0;
     attached = leaving = broken = false;
     detach_id = 0;
-    tunnels_park();
     tunnels_park_end();
     dispatch_parked_drop();
     lost_at = now_ns();

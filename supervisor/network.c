@@ -46,7 +46,7 @@ static void stream_ready(struct source *source, uint32_t events)
         else if (nat_original(fd, &server))
             tunnels_accepted(fd, &server);
         else
-            close(fd); /* it was meant for this port itself */
+            tunnels_refuse(fd); /* it was meant for this port itself */
     }
 }
 

@@ -24,7 +24,6 @@ enum tunnel_frame {
     TUNNEL_END = 6,
     TUNNEL_RESET = 7,
     TUNNEL_DETACH = 8,
-    TUNNEL_WINDOW = 9,
 };
 
 struct tunnel_header {
@@ -35,6 +34,8 @@ struct tunnel_header {
 void tunnels_open(const char *socket_path);
 /* Takes over an accepted connection. `server` is what a redirected one was meant for, else NULL. */
 void tunnels_accepted(int fd, const struct sockaddr_in *server);
+/* Resets a connection that is to have no tunnel. */
+void tunnels_refuse(int fd);
 /* Answers the request when the tunnel is opened or cannot be. */
 void tunnels_dial(struct request *request);
 bool tunnels_dialing(uint64_t id);
@@ -42,7 +43,7 @@ bool tunnels_dialing(uint64_t id);
 /* Has every tunnel let go of the gateway; until `tunnels_attached` none is opened. */
 void tunnels_park(void);
 bool tunnels_parked(void);
-/* Resets those that did not let go. */
+/* Resets those that did not let go; none is open afterwards. */
 void tunnels_park_end(void);
 /* The node is there (again): parked tunnels go on. */
 void tunnels_attached(void);
