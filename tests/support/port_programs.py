@@ -1,5 +1,5 @@
-"""Programs that run inside a session, as text: an HTTP server that remembers, switches protocols and
-sends bodies back, and a TCP echo."""
+"""A program that runs inside a session, as text: an HTTP server that remembers, switches protocols
+and tells what it got, and a TCP echo."""
 
 HTTP_PORT, TCP_PORT = 8000, 8002
 

@@ -124,12 +124,14 @@ class Ports:
 
     # -- start and stop ---------------------------------------------------------------------
 
-    async def start(self, received: Callable[[channel.Message], None]) -> None:
-        """Listen for what was exposed by an earlier server. `received` gets what the gateway
-        tells."""
-        self._received = received
+    async def load(self) -> None:
+        """Know what an earlier server exposed, before its sandboxes are taken over."""
         for port in await self._database.list_ports():
             self._exposed.setdefault(port.session, {})[port.port] = port
+
+    async def start(self, received: Callable[[channel.Message], None]) -> None:
+        """Listen for what is exposed. `received` gets what the gateway tells."""
+        self._received = received
         missing = await self._listen_to_all()
         if missing:
             self._again = asyncio.create_task(self._listen_again(), name="exposed ports")

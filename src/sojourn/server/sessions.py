@@ -158,6 +158,7 @@ class Sessions:
         """Recover what an earlier server left, then begin the clockwork."""
         reconciler = Reconciler(self._context, self._operations, self._placements, self._snapshots)
         await self._context.networks.recover()
+        await self._context.ports.load()
         await reconciler.recover()
         self._snapshots.collect_soon()
         await self._context.replicator.start()

@@ -55,13 +55,15 @@ class Wakes:
         self._turns = turns
         self._dials: dict[int, asyncio.Task[None]] = {}
         self._looked: dict[str, float] = {}
+        self._stopped = False
         # By session (0) and by sandbox and port, as long as somebody uses them.
         self._locks: weakref.WeakValueDictionary[tuple[str, int], asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )
 
     async def stop(self) -> None:
-        """Answer no more dials."""
+        """Wake nothing any more: a session that is put away stays so."""
+        self._stopped = True
         tasks = list(self._dials.values())
         for task in tasks:
             task.cancel()
@@ -86,6 +88,8 @@ class Wakes:
     async def _answer(self, dial: channel.Dial) -> None:
         port = self._ports.find(dial.id)
         try:
+            if self._stopped:
+                raise Interrupted("the server stops", next_step="Ask again when it runs again.")
             if port is None:
                 raise PortNotFound("the port is no longer exposed")
             await self._dial(port, dial.token)
