@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import Any
 
@@ -162,11 +163,14 @@ class Effects:
 
 
 def _read_cursor(cursor: str) -> tuple[float, str]:
-    at, _, id = cursor.partition("~")
+    text, _, id = cursor.partition("~")
     try:
-        return float(at), id
+        at = float(text)
     except ValueError:
-        raise InvalidRequest(f"{cursor!r} is no cursor of effects", field="cursor") from None
+        at = math.nan
+    if not math.isfinite(at):
+        raise InvalidRequest(f"{cursor!r} is no cursor of effects", field="cursor")
+    return at, id
 
 
 def require_none(session: Session, verb: str, left: EffectsLeft, *, force: bool) -> None:

@@ -27,6 +27,7 @@ from sojourn.wire.api import GatewayInfo
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 15.0
+_AGAIN_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
 _END_SECONDS = 5.0
 _PAUSES = (0.0, 0.1, 0.5, 2.0, 5.0)  # before the next start, by how often it died early
@@ -134,15 +135,17 @@ class Gateway:
     # -- requests ---------------------------------------------------------------------------
 
     async def need(self) -> None:
-        """Start the process, if that was not done, and wait until it serves.
+        """Start the process, if that was not done, and wait until it serves; not for long where it
+        has just failed.
 
         Raises Unreachable when it does not in time; it is tried again by itself."""
         if self._closed:
             raise Unreachable("the server stops", next_step="")
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(), name="gateway")
+        patience = _START_SECONDS if self._error is None else _AGAIN_SECONDS
         try:
-            async with asyncio.timeout(_START_SECONDS):
+            async with asyncio.timeout(patience):
                 await self._ready.wait()
         except TimeoutError:
             raise Unreachable(

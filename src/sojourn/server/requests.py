@@ -119,11 +119,14 @@ class Requests:
             network=network,
         )
         active = ActiveSession(session)
+        body = msgspec.to_builtins(request)
+        if request.network is None:
+            del body["network"]  # what was asked before there was one is the same request still
         operation = await self._operations.begin(
             who,
             active,
             "create",
-            msgspec.to_builtins(request),
+            body,
             key,
             creates=True,
             also=[InsertSession(session)],
