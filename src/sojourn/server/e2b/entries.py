@@ -16,7 +16,11 @@ from sojourn.node.guest import Guest
 from sojourn.server.e2b.users import Accounts
 from sojourn.wire.guest import Stat
 
-_TYPES = {"file": "FILE_TYPE_FILE", "dir": "FILE_TYPE_DIRECTORY"}
+_TYPES = {
+    "file": "FILE_TYPE_FILE",
+    "dir": "FILE_TYPE_DIRECTORY",
+    "symlink": "FILE_TYPE_SYMLINK",  # only where it leads nowhere
+}
 _LETTERS = {
     "dir": "d",
     "symlink": "L",

@@ -21,7 +21,6 @@ from sojourn.server.e2b.schemas import ForkSandbox, SnapshotSandbox
 from sojourn.wire.api import (
     ForkRequest,
     SessionInfo,
-    SnapshotInfo,
     SnapshotRequest,
     UpdateSession,
 )
@@ -41,12 +40,13 @@ class Snapshots:
         name = asked.name or ""
         if len(name) > _MAX_NAME or not name.isprintable() or ":" in name:
             raise InvalidRequest(f"a snapshot's name is at most {_MAX_NAME} characters, no colon")
-        point = None
+        point: str | None = None
         if not asked.memory:
-            taken: SnapshotInfo = await self._sandboxes.finish(
-                who, await self._service.snapshot(who, info.id, SnapshotRequest(memory=False), None)
+            operation = await self._service.snapshot(
+                who, info.id, SnapshotRequest(memory=False), None
             )
-            point = taken.id
+            taken: dict[str, Any] = await self._sandboxes.finish(who, operation)
+            point = str(taken["id"])
         # Until it has its own name it is a sandbox that sleeps, which its owner can see and end.
         operation = await self._service.fork(
             who, info.id, ForkRequest(start=False, snapshot=point), None
