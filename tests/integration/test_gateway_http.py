@@ -394,6 +394,20 @@ def test_what_is_not_recorded_does_not_leave(
     assert rig.run(attempt(rig, "example.com", 80, ask)) == "200"
 
 
+def test_requests_wait_while_the_server_takes_no_records(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "ACKNOWLEDGED_SECONDS", 0.3)
+    monkeypatch.setattr(records, "_MOST_UNTOLD", 3)
+    rig.server.hanging = True
+
+    async def run() -> list[str]:
+        return [await attempt(rig, "example.com", 80, request("example.com")) for _ in range(4)]
+
+    assert rig.run(run()) == ["200"] * 3 + ["503"]
+    rig.detach()
+
+
 # Quotas
 
 

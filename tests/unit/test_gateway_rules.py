@@ -246,7 +246,7 @@ def test_of_several_addresses_the_allowed_ones_are_taken() -> None:
 def test_open_is_every_public_address_and_no_local_name() -> None:
     policy = NetworkPolicy(mode=NetworkMode.OPEN)
     assert judge_host(policy, Host(name="b.com"), 4711).raw
-    assert not judge_host(policy, Host(name="b.com"), 443).raw
+    assert judge_host(policy, Host(name="b.com"), 443).inspect
     for name in ("localhost", "router", "a.localhost", "printer.local"):
         assert judge_host(policy, Host(name=name), 80).rule == "local-name"
     for text in ("10.0.0.1", "169.254.169.254", "::1"):

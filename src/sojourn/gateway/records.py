@@ -24,6 +24,7 @@ ACKNOWLEDGED_SECONDS = 10
 # RFC 9110 section 9.2.2
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
 _LONGEST_PATH = 2048
+_MOST_UNTOLD = 256
 
 
 class NotRecorded(Exception):
@@ -54,6 +55,7 @@ class Record:
 
     async def begin(self) -> None:
         """Return once it may leave. Raises NotRecorded."""
+        await self._recorder.ready()
         if lasting(self._effect):
             await self._recorder.begin(self._effect)
 
@@ -114,6 +116,17 @@ class Recorder:
                 began_at=time.time(),
             ),
         )
+
+    async def ready(self) -> None:
+        """Until the server has taken most of what was told. Raises NotRecorded."""
+        if len(self._tasks) < _MOST_UNTOLD:
+            return
+        try:
+            async with asyncio.timeout(ACKNOWLEDGED_SECONDS):
+                while len(self._tasks) >= _MOST_UNTOLD:
+                    await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError as error:
+            raise NotRecorded("the server takes no records") from error
 
     async def begin(self, effect: Effect) -> None:
         """Have the server put it on record. Raises NotRecorded."""

@@ -58,7 +58,7 @@ def judge_host(policy: NetworkPolicy, host: Host, port: int) -> Verdict:
     if policy.mode is NetworkMode.OPEN:
         if "." not in host.name or host.name.endswith((".localhost", ".local")):
             return _refuse("local-name", f"{host.name} is a name of the local network")
-        return Verdict(True, OPEN_RULE, inspect=port == TLS_PORT, raw=port not in _WEB)
+        return Verdict(True, OPEN_RULE, inspect=port == TLS_PORT, raw=True)
     if wrong_port is not None:
         return _refuse("port", f"rule {wrong_port!r} does not allow port {port} of {host.name}")
     return _refuse("no-rule", f"no rule allows {host.name}")
@@ -82,7 +82,7 @@ def _judge_address(policy: NetworkPolicy, address: Address, port: int) -> Verdic
     if kind is Class.PRIVATE:
         return _refuse("private-address", f"{address} is private and no rule names it")
     if policy.mode is NetworkMode.OPEN:
-        return Verdict(True, OPEN_RULE, inspect=port == TLS_PORT, raw=port not in _WEB)
+        return Verdict(True, OPEN_RULE, inspect=port == TLS_PORT, raw=True)
     return _refuse("no-rule", f"no rule allows the address {address}")
 
 

@@ -116,9 +116,10 @@ class Scope:
             ) from error
         # The policy may have changed while the connection was made.
         verdict = self.judge(host, port)
-        if not verdict.allowed:
+        _, refused = self._judge_addresses(addresses, port)
+        if not verdict.allowed or refused is not None:
             connection.reset()
-            raise Denied(verdict)
+            raise Denied(refused or verdict)
         return Reached(connection, verdict, addresses)
 
     async def _allowed_addresses(self, host: Host, port: int) -> list[Address]:

@@ -119,6 +119,12 @@ class Tunnel:
         else:
             self.lost("the tunnel's connection broke")
 
+    def let_go(self) -> None:
+        """It is about to be taken up on another connection; where both ends have said their last
+        on this one, its close need not be waited for."""
+        if self._carrier is not None and self._carrier.leaving:
+            self._carrier.abandon()
+
     def resumed(self, carrier: Carrier) -> None:
         """It was taken up again."""
         self._accepted = True
@@ -390,6 +396,14 @@ class Carrier(asyncio.BufferedProtocol):
         if self._tunnel is not None and self._tunnel.held:
             self.hold()
 
+    def abandon(self) -> None:
+        """Both ends have said their last on this connection: as if it were closed already."""
+        tunnel, self._tunnel = self._tunnel, None
+        if tunnel is not None:
+            tunnel.parked()
+        self.gone.set()
+        self.close()
+
     def _abort(self, why: str) -> None:
         tunnel, self._tunnel = self._tunnel, None
         if tunnel is not None:
@@ -468,6 +482,8 @@ class Carrier(asyncio.BufferedProtocol):
             raise TunnelError("a frame's fields do not fit")
         number, received, sent = RESUME.unpack(body)
         tunnel = self._owner.tunnels.get(number)
+        if tunnel is not None:
+            tunnel.let_go()
         if tunnel is None or tunnel.over or not tunnel.is_parked:
             self.refuse(Refusal.UNKNOWN)
             return
