@@ -36,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "recover": "sojourn.cli.recover:command",
     "export": "sojourn.cli.archives:export",
     "import": "sojourn.cli.archives:import_",
+    "mcp": "sojourn.cli.mcp:command",
 }
 """Every subcommand: its name, and `module:attribute` of its click command."""
 
