@@ -9,49 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import zlib
-from collections.abc import Sequence
 from http import HTTPStatus
 
 import h11
 import msgspec
 
 from sojourn.gateway.answers import Refused, denied, malformed, render, unreached
+from sojourn.gateway.exchanges import Event, Exchange
+from sojourn.gateway.heads import absolute, has_body, host_header, outgoing, wants_websocket
 from sojourn.gateway.names import Host, HostRefused, read_authority
 from sojourn.gateway.records import NotRecorded, Record, idempotent
 from sojourn.gateway.rules import Verdict, judge_request
 from sojourn.gateway.scopes import Denied, Ground, Scope, Unreached
-from sojourn.gateway.secrets import Headers, Placed, place
-from sojourn.gateway.splicing import splice
+from sojourn.gateway.secrets import Placed, place
 from sojourn.gateway.streams import Connection, Reset, Stream
 
 HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 30
 _DRAIN_SECONDS = 5
-_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-connection",
-        b"proxy-authorization",
-        b"proxy-authenticate",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
-)
-# Cannot stand in a trailer: they would change how the message is read.
-_NOT_IN_TRAILERS = _HOP | {b"host", b"content-length", b"content-encoding", b"authorization"}
-_BODYLESS = (204, 304)
-Event = (
-    h11.Request
-    | h11.Response
-    | h11.InformationalResponse
-    | h11.Data
-    | h11.EndOfMessage
-    | h11.ConnectionClosed
-)
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -148,9 +123,9 @@ class Exchanges:
         if not verdict.allowed:
             raise denied(verdict)
         self._count()
-        upgrade = _wants_websocket(request)
+        upgrade = wants_websocket(request)
         placed = place(
-            self._scope.granted, host.name, self._way.tls, target, _outgoing(request.headers)
+            self._scope.granted, host.name, self._way.tls, target, outgoing(request.headers)
         )
         if placed.scrubber is not None and upgrade:
             # A compressed stream cannot be searched for values.
@@ -244,7 +219,7 @@ class Exchanges:
                 if way.said is None:
                     raise malformed("a proxy needs the whole address of a request")
             else:
-                named, target = _absolute(target, way.tls)
+                named, target = absolute(target, way.tls)
             if way.said is not None:
                 default = way.port if named is None else default
             if hosts:
@@ -266,7 +241,7 @@ class Exchanges:
                 rule="host-spelling",
             ) from error
         host, port = said
-        header = _host_header(host, port, way.tls)
+        header = host_header(host, port, way.tls)
         if way.said is None:
             return host, port, target, header
         return self._agreed(way.said, host, port), way.port, target, header
@@ -322,7 +297,7 @@ class Exchanges:
     async def _send(
         self, head: h11.Request, host: Host, port: int, placed: Placed, record: Record
     ) -> None:
-        repeatable = idempotent(head.method.decode()) and not _has_body(head)
+        repeatable = idempotent(head.method.decode()) and not has_body(head)
         try:
             # The record and the connection are made at the same time: each takes a while.
             recorded, reached = await asyncio.gather(
@@ -357,7 +332,8 @@ class Exchanges:
     ) -> None:
         http = upstream.http
         try:
-            await _Exchange(self._guest, self._http, upstream, placed, record).run(head)
+            exchange = Exchange(self._guest, self._http, upstream.connection, http, placed, record)
+            await exchange.run(head)
         finally:
             if http.our_state is h11.DONE and http.their_state is h11.DONE:
                 http.start_next_cycle()
@@ -399,277 +375,3 @@ class Exchanges:
         out += self._http.send(h11.Data(data=body)) or b""
         out += self._http.send(h11.EndOfMessage()) or b""
         await self._guest.write(out)
-
-
-class _Exchange:
-    """One request and its answer, once it may leave."""
-
-    def __init__(
-        self,
-        guest: Stream,
-        guest_http: h11.Connection,
-        upstream: _Upstream,
-        placed: Placed,
-        record: Record,
-    ) -> None:
-        self._guest, self._guest_http = guest, guest_http
-        self._outside, self._outside_http = upstream.connection, upstream.http
-        self._scrubber = placed.scrubber
-        self._record = record
-        self._answered = False
-        self._method = b""
-
-    async def run(self, head: h11.Request) -> None:
-        """Raises Refused while nothing was answered yet, else ConnectionError."""
-        self._method = head.method
-        sending = asyncio.ensure_future(self._send(head))
-        try:
-            await self._answer(sending)
-        except (ConnectionError, TimeoutError, h11.RemoteProtocolError) as error:
-            if self._answered:
-                # What has been passed on must not look whole.
-                raise Reset("the answer broke off") from None
-            raise Refused(
-                502,
-                "upstream_failed",
-                _why(error),
-                "Try again if the request may be repeated.",
-            ) from None
-        finally:
-            if not sending.done():
-                sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-
-    async def _send(self, head: h11.Request) -> None:
-        try:
-            await self._write_outside(self._outside_http.send(head))
-            while True:
-                event = await self._next(self._guest_http, self._guest)
-                if isinstance(event, h11.Data):
-                    self._record.request_bytes += len(event.data)
-                    await self._write_outside(self._outside_http.send(event))
-                elif isinstance(event, h11.EndOfMessage):
-                    headers = [
-                        pair for pair in event.headers if pair[0].lower() not in _NOT_IN_TRAILERS
-                    ]
-                    end = h11.EndOfMessage(headers=headers)
-                    await self._write_outside(self._outside_http.send(end))
-                    return
-                else:
-                    raise Reset("the request broke off")
-        except (ConnectionError, TimeoutError, h11.ProtocolError):
-            # The server may have answered before it took all, so the answer is waited for; a
-            # request that breaks off on this side is not to look whole on the other.
-            if self._guest_http.their_state is not h11.DONE and not self._outside.over:
-                self._outside.reset()
-
-    async def _write_outside(self, data: bytes | None) -> None:
-        if data:
-            await self._outside.write(data)
-
-    async def _answer(self, sending: asyncio.Future[None]) -> None:
-        while True:
-            event = await self._next(self._outside_http, self._outside)
-            if isinstance(event, h11.InformationalResponse):
-                if event.status_code == 101:
-                    await sending
-                    await self._switch(event)
-                    return
-                if self._guest_http.their_http_version != b"1.0":
-                    await self._write_guest(
-                        h11.InformationalResponse(
-                            status_code=event.status_code, headers=self._incoming(event.headers)
-                        )
-                    )
-            elif isinstance(event, h11.Response):
-                await self._body(event)
-                return
-            else:
-                raise Reset("the server closed the connection without an answer")
-
-    async def _body(self, response: h11.Response) -> None:
-        self._record.status = response.status_code
-        scrubber = self._scrubber
-        headers = self._incoming(response.headers)
-        decoder = None
-        if scrubber is not None and not self._has_no_body(response):
-            headers, decoder = _searchable(headers)
-        self._answered = True
-        await self._write_guest(
-            h11.Response(
-                status_code=response.status_code,
-                headers=headers,
-                reason=self._clean(bytes(response.reason)),
-            )
-        )
-        while True:
-            event = await self._next(self._outside_http, self._outside)
-            if isinstance(event, h11.Data):
-                self._record.response_bytes += len(event.data)
-                for data in decoder.feed(bytes(event.data)) if decoder else (bytes(event.data),):
-                    cleaned = data if scrubber is None else scrubber.feed(data)
-                    if cleaned:
-                        await self._write_guest(h11.Data(data=cleaned))
-            elif isinstance(event, h11.EndOfMessage):
-                if decoder is not None:
-                    decoder.check_end()
-                rest = b"" if scrubber is None else scrubber.last()
-                if rest:
-                    await self._write_guest(h11.Data(data=rest))
-                trailers = [
-                    (key, self._clean(value))
-                    for key, value in event.headers
-                    if key.lower() not in _NOT_IN_TRAILERS
-                ]
-                await self._write_guest(h11.EndOfMessage(headers=trailers))
-                return
-            else:
-                raise Reset("the answer broke off")
-
-    async def _switch(self, event: h11.InformationalResponse) -> None:
-        self._record.status = 101
-        self._answered = True
-        headers = [
-            (key, self._clean(value)) for key, value in event.headers if key.lower() not in _HOP
-        ]
-        headers += [(b"connection", b"Upgrade"), (b"upgrade", b"websocket")]
-        await self._write_guest(h11.InformationalResponse(status_code=101, headers=headers))
-        self._guest.unread(self._guest_http.trailing_data[0])
-        self._outside.unread(self._outside_http.trailing_data[0])
-        await splice(self._guest, self._outside, self._record, scrubber=self._scrubber)
-
-    def _has_no_body(self, response: h11.Response) -> bool:
-        return self._method == b"HEAD" or response.status_code in _BODYLESS
-
-    def _incoming(self, headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-        named = _named_by_connection(headers)
-        return [
-            (key, self._clean(value))
-            for key, value in headers
-            if key.lower() not in _HOP and key.lower() not in named
-        ]
-
-    def _clean(self, data: bytes) -> bytes:
-        return data if self._scrubber is None else self._scrubber.whole(data)
-
-    async def _write_guest(
-        self, event: h11.InformationalResponse | h11.Response | h11.Data | h11.EndOfMessage
-    ) -> None:
-        data = self._guest_http.send(event)
-        if data:
-            await self._guest.write(data)
-
-    @staticmethod
-    async def _next(http: h11.Connection, stream: Stream) -> Event:
-        while True:
-            event = http.next_event()
-            if event is h11.NEED_DATA:
-                http.receive_data(await stream.read())
-            elif event is h11.PAUSED:
-                raise Reset("bytes follow where none may")
-            else:
-                assert isinstance(event, Event)
-                return event
-
-
-class _Decoder:
-    """Opens a body that was compressed although it was asked not to be."""
-
-    def __init__(self, bits: int) -> None:
-        self._zlib = zlib.decompressobj(bits)
-
-    def feed(self, data: bytes) -> Sequence[bytes]:
-        """Pieces of at most 64 KiB, so that a small body that becomes a large one stays small."""
-        found = []
-        try:
-            while data:
-                found.append(self._zlib.decompress(data, 64 << 10))
-                data = self._zlib.unconsumed_tail
-        except zlib.error:
-            raise Reset("a compressed answer is damaged") from None
-        return found
-
-    def check_end(self) -> None:
-        """Raises Reset when it is not whole."""
-        if not self._zlib.eof:
-            raise Reset("a compressed answer is cut off")
-
-
-def _searchable(headers: Headers) -> tuple[Headers, _Decoder | None]:
-    """Headers of a body that will be searched and changed. Raises Refused."""
-    encodings = [value.strip().lower() for key, value in headers if key == b"content-encoding"]
-    decoder = None
-    if encodings and encodings != [b"identity"]:
-        if encodings in ([b"gzip"], [b"x-gzip"], [b"deflate"]):
-            decoder = _Decoder(zlib.MAX_WBITS | 32)
-        else:
-            raise unreached("the server compresses an answer that may hold a secret")
-    dropped = {b"content-length", b"content-encoding", b"content-md5", b"digest", b"repr-digest"}
-    return [pair for pair in headers if pair[0].lower() not in dropped], decoder
-
-
-def _outgoing(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """A request's headers without those of the connection they came on, and without its host."""
-    named = _named_by_connection(headers)
-    found = [
-        (key, value)
-        for key, value in headers
-        if key not in _HOP and key not in named and key != b"host"
-    ]
-    if any(key == b"transfer-encoding" for key, _ in headers):
-        found.append((b"transfer-encoding", b"chunked"))
-    return found
-
-
-def _named_by_connection(headers: Sequence[tuple[bytes, bytes]]) -> set[bytes]:
-    """Headers that speak of the connection. What frames a message or names its host cannot be
-    made to vanish this way."""
-    named = {
-        part.strip().lower()
-        for key, value in headers
-        if key.lower() == b"connection"
-        for part in value.split(b",")
-    }
-    return named - {b"content-length", b"host", b"authorization", b"expect"}
-
-
-def _host_header(host: Host, port: int, tls: bool) -> bytes:
-    text = f"[{host}]" if host.address is not None and host.address.version == 6 else str(host)
-    return (text if port == (443 if tls else 80) else f"{text}:{port}").encode()
-
-
-def _has_body(request: h11.Request) -> bool:
-    return any(
-        key == b"transfer-encoding" or (key == b"content-length" and value != b"0")
-        for key, value in request.headers
-    )
-
-
-def _wants_websocket(request: h11.Request) -> bool:
-    upgrades = [value.strip().lower() for key, value in request.headers if key == b"upgrade"]
-    return (
-        upgrades == [b"websocket"]
-        and request.method == b"GET"
-        and b"upgrade" in _named_by_connection(request.headers)
-    )
-
-
-def _absolute(target: bytes, tls: bool) -> tuple[bytes, bytes]:
-    """Authority and path of a whole address. Raises Refused."""
-    scheme, separator, rest = target.partition(b"://")
-    if not separator or scheme.lower() != (b"https" if tls else b"http"):
-        raise malformed("a request's target is no address that can be gone to here")
-    ends = [at for at in (rest.find(mark) for mark in (b"/", b"?", b"#")) if at >= 0]
-    end = min(ends, default=len(rest))
-    path = rest[end:].partition(b"#")[0]
-    if not path.startswith(b"/"):
-        path = b"/" + path
-    return rest[:end], path
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "the server sent nothing for too long"
-    if isinstance(error, h11.RemoteProtocolError):
-        return "the server's answer is no HTTP/1.1"
-    return str(error) or "the server closed the connection"
