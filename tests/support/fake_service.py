@@ -23,6 +23,8 @@ from sojourn.errors import (
     Conflict,
     Forbidden,
     IdempotencyMismatch,
+    ImageInvalid,
+    InvalidRequest,
     NameTaken,
     NotFound,
     OperationNotFound,
@@ -30,6 +32,7 @@ from sojourn.errors import (
     SnapshotNotFound,
     SojournError,
     StoreKeyInvalid,
+    TemplateNotFound,
     Unauthenticated,
     UnknownTemplate,
     to_body,
@@ -56,6 +59,7 @@ from sojourn.wire.api import (
     StatusInfo,
     SuspendRequest,
     TemplateInfo,
+    TemplateRequest,
     TokenInfo,
     UpdateSession,
     VerifyReport,
@@ -132,6 +136,7 @@ class FakeService:
             "token-b": Principal("b", "someone", "tenant"),
         }
         self._token_infos: dict[str, TokenInfo] = {}
+        self._built: dict[str, builtins.list[TemplateInfo]] = {}
         self._failures: dict[str, BaseException] = {}
         self.secrets = FakeSecrets()
         self.ports = FakePorts(self._find)
@@ -656,6 +661,53 @@ class FakeService:
 
     async def templates(self, who: Principal) -> builtins.list[TemplateInfo]:
         return [TemplateInfo("debian", "0" * 64, 1, 0.0)]
+
+    async def template(self, who: Principal, ref: str) -> TemplateInfo:
+        self.check("template")
+        for one in [*await self.templates(who), *self._built.get(who.tenant, [])]:
+            if ref in (one.name, f"{one.name}@{one.version}"):
+                return one
+        raise TemplateNotFound(f"there is no template {ref!r}")
+
+    async def build_template(
+        self,
+        who: Principal,
+        name: str,
+        chunks: AsyncIterator[bytes],
+        *,
+        tag: str | None,
+        source: str | None,
+        start: bool,
+    ) -> TemplateInfo:
+        self.check("build_template")
+        received = b"".join([chunk async for chunk in chunks])
+        if not received.startswith(b"oci-layout"):
+            raise ImageInvalid("it is no tar file")
+        return self._keep_template(who, name, len(received), source or "")
+
+    def _keep_template(self, who: Principal, name: str, size: int, source: str) -> TemplateInfo:
+        kept = self._built.setdefault(who.tenant, [])
+        version = 1 + sum(one.name == name for one in kept)
+        made = TemplateInfo(name, "1" * 64, size, time.time(), version, source=source)
+        kept.insert(0, made)
+        return made
+
+    async def remove_template(self, who: Principal, ref: str) -> None:
+        found = await self.template(who, ref)
+        if found.version is None:
+            raise InvalidRequest(f"{ref!r} is a template of the node")
+        self._built[who.tenant].remove(found)
+
+    async def make_template(
+        self, who: Principal, ref: str, request: TemplateRequest, key: str | None
+    ) -> OperationInfo:
+        kept = self._find(who, ref)
+
+        def work() -> Any:
+            self.check("make_template")
+            return self._keep_template(who, request.name, 1, f"session {kept.info.id}")
+
+        return self._operate(who, kept.info.id, "template", key, request, work)
 
     def _operator(self, who: Principal) -> None:
         if who.role != "operator":

@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import urlencode, urljoin, urlsplit
 
 import httpcore
 import msgspec
@@ -191,11 +191,18 @@ class Registry:
         raise RegistryRefused(f"{self._reference.host} redirects without end")
 
     @contextlib.contextmanager
-    def _request(self, url: str, headers: dict[bytes, bytes]) -> Iterator[httpcore.Response]:
+    def _request(
+        self, url: str, headers: dict[bytes, bytes], content: bytes | None = None
+    ) -> Iterator[httpcore.Response]:
         host = urlsplit(url).netloc
         given = [(b"host", host.encode()), (b"user-agent", b"sojourn"), *headers.items()]
         try:
-            with self._pool.stream("GET", url, headers=given, extensions=_extensions()) as response:
+            if content is not None:
+                given.append((b"content-length", b"%d" % len(content)))
+            method = "GET" if content is None else "POST"
+            with self._pool.stream(
+                method, url, headers=given, content=content, extensions=_extensions()
+            ) as response:
                 yield response
         except (httpcore.UnsupportedProtocol, UnicodeError) as error:
             raise RegistryRefused(f"{host} redirects to what is no address") from error
@@ -237,7 +244,7 @@ class Registry:
         kind, _, rest = challenge.partition(" ")
         facts = {key.lower(): value for key, value in _PARAMETER.findall(rest)}
         if kind.lower() == "basic":
-            if self._login is None:
+            if self._login is None or self._login.token:
                 raise RegistryRefused(
                     f"{self._reference.host} wants a login", next_step="Log in (`docker login`)."
                 )
@@ -256,16 +263,17 @@ class Registry:
         if parts.scheme != "https" and not plain:
             raise RegistryRefused(f"{self._reference.host} wants logins to be sent without TLS")
         scope = facts.get("scope") or f"repository:{self._reference.repository}:pull"
-        query = [f"scope={quote(scope, safe='')}"]
-        if "service" in facts:
-            query.append(f"service={quote(facts['service'], safe='')}")
+        asked = {"scope": scope} | ({"service": facts["service"]} if "service" in facts else {})
         headers: dict[bytes, bytes] = {}
-        if self._login is not None and not self._login.token:
-            headers[b"authorization"] = b"Basic " + self._login.basic().encode()
+        content = None
+        url = f"{realm}{'&' if parts.query else '?'}{urlencode(asked)}"
+        if self._login is not None and self._login.token:
+            url, headers = realm, {b"content-type": b"application/x-www-form-urlencoded"}
+            grant = {"grant_type": "refresh_token", "client_id": "sojourn"}
+            content = urlencode(asked | grant | {"refresh_token": self._login.token}).encode()
         elif self._login is not None:
-            headers[b"authorization"] = b"Bearer " + self._login.token.encode()
-        url = f"{realm}{'&' if parts.query else '?'}{'&'.join(query)}"
-        with self._request(url, headers) as response:
+            headers[b"authorization"] = b"Basic " + self._login.basic().encode()
+        with self._request(url, headers, content) as response:
             if response.status != 200:
                 raise self._refused(response, url)
             payload = bytearray()

@@ -21,7 +21,7 @@ from sojourn.database.base import Database
 from sojourn.database.records import ObjectStore, SnapshotRecord
 from sojourn.database.writes import AppendEvent, InsertSession, InsertSnapshot, Write
 from sojourn.errors import Conflict, IntegrityError, ObjectMissing, SojournError
-from sojourn.model import Limits, Policy, Session, SessionState, Snapshot
+from sojourn.model import Limits, Policy, Session, SessionKind, SessionState, Snapshot
 from sojourn.repository.inventory import survey
 from sojourn.repository.repository import SHARED, Repository
 from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
@@ -101,7 +101,10 @@ class _Recovery:
         # At last, and for all tenants at once: until here it can be repeated.
         await self._database.commit(writes)
         sessions = [write.session for write in writes if isinstance(write, InsertSession)]
-        live = sum(session.state is not SessionState.DELETED for session in sessions)
+        live = sum(
+            session.state is not SessionState.DELETED and session.kind is SessionKind.SESSION
+            for session in sessions
+        )
         snapshots = sum(isinstance(write, InsertSnapshot) for write in writes)
         return Recovered(len(tenants), live, snapshots, self._faults)
 
@@ -229,13 +232,13 @@ def _names(records: dict[str, SessionRecord]) -> dict[str, str | None]:
     """The names sessions come back under. One was renamed or deleted and another got its name, and
     the store was told of that one first: then two records claim it, and the newer has it."""
     found: dict[str, str | None] = {}
-    taken: set[str] = set()
+    taken: set[tuple[SessionKind, str | None]] = set()
     for id, record in sorted(records.items(), key=lambda item: -item[1].written_at):
-        name = record.session.name
-        if name in taken:
+        name, kind = record.session.name, record.session.kind
+        if name is not None and (kind, name) in taken:
             name = f"{name[: _LONGEST_NAME - len(id) - 1]}-{id}"
         if name is not None:
-            taken.add(name)
+            taken.add((kind, name))
         found[id] = name
     return found
 
