@@ -106,6 +106,23 @@ class PostgresServer:
     # -- life -------------------------------------------------------------------------------
     def start(self) -> None:
         """Start it and wait until it answers."""
+        deadline = time.monotonic() + _SECONDS
+        self._spawn()
+        while True:
+            try:
+                psycopg.connect(self.url("postgres"), connect_timeout=5).close()
+                return
+            except psycopg.OperationalError:
+                if time.monotonic() > deadline:
+                    self.kill()
+                    raise
+            assert self._process is not None
+            if self._process.poll() is not None:
+                # After a kill, as long as one of the killed processes is not quite gone.
+                self._spawn()
+            time.sleep(0.02)
+
+    def _spawn(self) -> None:
         settings = self._settings | {"unix_socket_directories": str(self.sockets)}
         options = [text for name, value in settings.items() for text in ("-c", f"{name}={value}")]
         with self.log.open("ab") as log:
@@ -117,16 +134,6 @@ class PostgresServer:
                 stderr=log,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + _SECONDS
-        while True:
-            try:
-                psycopg.connect(self.url("postgres"), connect_timeout=5).close()
-                return
-            except psycopg.OperationalError:
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    self.kill()
-                    raise
-                time.sleep(0.02)
 
     def stop(self) -> None:
         """End it in order, cutting off whoever is connected."""
@@ -141,7 +148,7 @@ class PostgresServer:
         if process is None:
             return
         self._process = None
-        if number is signal.SIGKILL:
+        if number == signal.SIGKILL:
             # The others see that the first one is gone, though only after a while.
             for pid in _children(process.pid):
                 with contextlib.suppress(ProcessLookupError):

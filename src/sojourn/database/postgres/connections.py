@@ -9,7 +9,11 @@ have grown to.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import psycopg
@@ -20,7 +24,8 @@ from sojourn.database.postgres.place import Place
 
 STATEMENT_SECONDS = 30.0
 LOCK_SECONDS = 10.0
-IDLE_SECONDS = 60.0  # a transaction whose client does nothing holds its locks no longer
+WATCH_SECONDS = 2.0  # between two looks at what takes too long
+IDLE_SECONDS = 20.0  # a transaction whose client does nothing holds its locks no longer
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -65,6 +70,16 @@ def connect(place: Place) -> Connection:
     return connection
 
 
+def _cut(connection: Connection) -> None:
+    """End a connection that another thread waits for; it sees that the server is gone."""
+    with contextlib.suppress(OSError, psycopg.Error):
+        copy = socket.socket(fileno=os.dup(connection.fileno()))
+        try:
+            copy.shutdown(socket.SHUT_RDWR)
+        finally:
+            copy.close()
+
+
 class Connections:
     """The connections of some threads."""
 
@@ -73,6 +88,9 @@ class Connections:
         self._own = threading.local()
         self._all: set[Connection] = set()
         self._lock = threading.Lock()
+        self._watched: dict[Connection, float] = {}
+        self._watcher: threading.Thread | None = None
+        self._ended = threading.Event()
 
     def get(self) -> Connection:
         """The calling thread's."""
@@ -95,8 +113,36 @@ class Connections:
             with contextlib.suppress(psycopg.Error):
                 found.close()
 
+    @contextlib.contextmanager
+    def watched(self, connection: Connection, seconds: float) -> Iterator[None]:
+        """Cut the connection when what is done meanwhile takes longer: a server, or whatever stands
+        before it, that takes a request and never answers holds up nobody for ever."""
+        with self._lock:
+            self._watched[connection] = time.monotonic() + seconds
+            if self._watcher is None:
+                self._watcher = threading.Thread(
+                    target=self._watch, name="sojourn-database-watch", daemon=True
+                )
+                self._watcher.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._watched[connection]
+
+    def _watch(self) -> None:
+        while not self._ended.wait(WATCH_SECONDS):
+            now = time.monotonic()
+            with self._lock:
+                for connection, until in self._watched.items():
+                    if until <= now:
+                        _cut(connection)
+
     def close(self) -> None:
         """Let go of all, once their threads have ended."""
+        self._ended.set()
+        if self._watcher is not None:
+            self._watcher.join()
         with self._lock:
             connections, self._all = list(self._all), set()
         for connection in connections:

@@ -19,6 +19,8 @@ from sojourn.database.postgres.signals import PostgresSignals
 from sojourn.database.postgres.writer import PostgresWriter
 from sojourn.database.sql_database import SqlDatabase
 
+_MIGRATION_SECONDS = 3600.0
+
 
 async def open_postgres(url: str) -> SqlDatabase:
     """Open the database, making or migrating its tables. Raises InvalidRequest (the URL), HostUnfit
@@ -31,7 +33,7 @@ async def open_postgres(url: str) -> SqlDatabase:
         def work(connection: Connection) -> None:
             migrate(connection, place.shown)
 
-        await reader.run(work)
+        await reader.run(work, _MIGRATION_SECONDS)
         writer = PostgresWriter(place, loop)
     except BaseException:
         await reader.close()

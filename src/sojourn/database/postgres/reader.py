@@ -56,15 +56,15 @@ class PostgresReader:
                 connection.execute(f"SET LOCAL statement_timeout = '{_WHOLE_SECONDS}s'")
                 return work(PostgresStatements(connection))
 
-        found: T = await self.run(whole)
+        found: T = await self.run(whole, 2 * _WHOLE_SECONDS)
         return found
 
-    async def run(self, work: Callable[[Connection], Any]) -> Any:
+    async def run(self, work: Callable[[Connection], Any], longest: float | None = None) -> Any:
         """Run something that changes nothing, in a thread, on its connection."""
         if self._closed:
             raise closed(self._place.shown)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._transactions.read, work)
+        return await loop.run_in_executor(self._threads, self._transactions.read, work, longest)
 
     async def close(self) -> None:
         """Finish what is queued and let go. Idempotent."""

@@ -37,6 +37,7 @@ from sojourn.errors import Conflict, SojournError
 log = logging.getLogger(__name__)
 
 PATIENCE = 30.0  # seconds a server may be away before a call fails
+LONGEST = 90.0  # seconds a transaction may take; each of its statements has a limit of its own
 _ATTEMPTS = 8  # of a transaction that meets others
 _PAUSES = (0.02, 0.05, 0.1, 0.2, 0.5)
 MARKS_KEPT = 3600.0  # seconds, far more than any open question takes
@@ -82,7 +83,8 @@ class Transactions:
             connection: Connection | None = None
             try:
                 connection = self._connections.get()
-                _attempt(connection, task, mark, result)
+                with self._connections.watched(connection, LONGEST):
+                    _attempt(connection, task, mark, result)
                 return result[0]
             except Lost as error:
                 log.warning("the database went away while a change was committed: %s", error)
@@ -100,7 +102,7 @@ class Transactions:
                 else:
                     raise translate(error, self._shown) from None
 
-    def read(self, work: Callable[[Connection], Any]) -> Any:
+    def read(self, work: Callable[[Connection], Any], longest: float | None = None) -> Any:
         """The result of work that changes nothing, done anew where a connection was lost."""
         given_up = time.monotonic() + PATIENCE
         losses = 0
@@ -108,7 +110,8 @@ class Transactions:
             connection: Connection | None = None
             try:
                 connection = self._connections.get()
-                return work(connection)
+                with self._connections.watched(connection, longest or LONGEST):
+                    return work(connection)
             except psycopg.Error as error:
                 if not is_lost(error, connection):
                     raise translate(error, self._shown) from None
@@ -139,7 +142,8 @@ class Transactions:
             connection: Connection | None = None
             try:
                 connection = self._connections.get()
-                return not PostgresStatements(connection).run("settle_commit", {"commit": mark})
+                with self._connections.watched(connection, LONGEST):
+                    return not PostgresStatements(connection).run("settle_commit", {"commit": mark})
             except psycopg.Error as error:
                 if connection is None or is_lost(error, connection):
                     self._connections.give_up()
@@ -152,7 +156,7 @@ def _attempt(connection: Connection, task: Task, mark: str, result: list[Any]) -
     """Begin, work and commit. `result` gets the work's, before the commit. Raises Lost when the
     connection went after the commit was sent."""
     statements = PostgresStatements(connection)
-    connection.execute("BEGIN")
+    connection.execute("BEGIN", prepare=False)
     try:
         parameters = {
             "commit": mark,
@@ -167,7 +171,7 @@ def _attempt(connection: Connection, task: Task, mark: str, result: list[Any]) -
         _roll_back(connection)
         raise
     try:
-        done = connection.execute("COMMIT")
+        done = connection.execute("COMMIT", prepare=False)
     except psycopg.Error as error:
         # Also where the server still said why: it may have committed before.
         if is_lost(error, connection) or connection.closed:
@@ -180,7 +184,7 @@ def _attempt(connection: Connection, task: Task, mark: str, result: list[Any]) -
 def _roll_back(connection: Connection) -> None:
     if not connection.closed:
         try:
-            connection.execute("ROLLBACK")
+            connection.execute("ROLLBACK", prepare=False)
         except psycopg.Error as error:
             # The server ends what its client cannot end; the connection is of no more use.
             log.info("a transaction was left to the database to end: %s", error)
