@@ -19,7 +19,7 @@
 #define OUT_LIMIT (4u << 20)   /* stop taking requests while this much waits to be sent */
 #define OUT_COMFORT (1u << 20) /* producers of long answers pause above this */
 #define KEPT_LIMIT 4096        /* answers kept for a repeat */
-#define PARK_PATIENCE (200 * MS) /* for the gateway; a tunnel it still holds then is reset */
+#define PARK_PATIENCE SECOND /* for the gateway; a tunnel it still holds then is reset */
 
 static void ready(struct source *source, uint32_t events);
 

@@ -6,11 +6,14 @@ import asyncio
 import hashlib
 import json
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sojourn.errors import Conflict
+from sojourn.node.isolation.bubblewrap import BubblewrapDriver
 from sojourn.node.link import GuestLink
 from sojourn.wire.frames import Feature
 from sojourn.wire.guest import ProcessSpec, Reach
@@ -359,7 +362,7 @@ async def test_tunnels_over_captures(sandboxes: Sandboxes) -> None:
             for turn in range(6):
                 await asyncio.sleep(0.1)
                 await guest.detach(10)
-                assert gateway.connections == 0
+                await eventually(lambda: gateway.connections == 0, "nothing is open")
                 await asyncio.to_thread(driver.freeze, spec)
                 if turn == 2:
                     image = spec.directory / "live"
@@ -402,5 +405,49 @@ async def test_tunnels_over_captures(sandboxes: Sandboxes) -> None:
                 assert gateway.errors == []
             await link.close()
             await asyncio.to_thread(driver.destroy, other)
+    finally:
+        await guest.close()
+
+
+WEAKER = r"""
+found = [ask("127.0.0.1", 3128), outcome(lambda: ask("192.0.2.1")),
+         outcome(lambda: socket.getaddrinfo("name.test", 80) and "resolved")]
+one = socket.create_connection(("127.0.0.1", 3128))
+tell(found + [everything(one).decode()])
+sys.stdin.readline()
+one.sendall(b"later")
+tell("sent")
+"""
+
+
+@sandboxed
+async def test_without_a_network_stack_of_its_own_the_proxy_is_served(
+    sandboxes: Sandboxes,
+) -> None:
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        pytest.skip("no bwrap")
+    sandboxes.driver = BubblewrapDriver(  # type: ignore[assignment]
+        Path(bwrap), sandboxes.base / "weaker", f"{sandboxes.scope}w"
+    )
+    spec, guest = await sandboxes.start()
+    try:
+        assert guest.features == Feature.TUNNELS
+        async with TunnelGateway(spec.control / "net.sock") as gateway:
+            assert await guest.network(True) is Reach.PROXY
+            running = await guest.start(program(WEAKER, stdin="pipe"))
+            told = lines(guest, running.id)
+            assert await anext(told) == ["3  0\n", "OSError", "gaierror", "3  0\n"]
+            await guest.detach(10)
+            await guest.attach(10)
+            await guest.write(running.id, b"\n")
+            assert await anext(told) == "sent"
+            await eventually(lambda: gateway.opened[-1].received == 5, "what was sent later")
+            assert gateway.opened[-1].resumed == 1
+            await _dialing(guest, gateway)
+            assert await guest.network(False) is Reach.OFF
+            refused = await said(guest, 'tell(outcome(lambda: ask("127.0.0.1", 3128)))')
+            assert refused == "ConnectionRefusedError"
+            assert gateway.errors == []
     finally:
         await guest.close()

@@ -90,7 +90,8 @@ class Sandboxes:
             pytest.skip(str(error))
         self.program = program
         self.base = base
-        self.driver = GVisorDriver(runsc, base / "state", f"test{os.getpid()}")
+        self.scope = f"test{os.getpid()}"
+        self.driver = GVisorDriver(runsc, base / "state", self.scope)
         self.specs: list[SandboxSpec] = []
 
     def spec(self, *arguments: str, over: SandboxSpec | None = None) -> SandboxSpec:
