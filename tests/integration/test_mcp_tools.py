@@ -508,15 +508,18 @@ def test_a_killed_server_is_told_and_found_again(own: ServerProcess) -> None:
             b'{"jsonrpc":"2.0","method":"notifications/initialized"}',
             b'{"jsonrpc":"2.0","id":2,"method":"tools/call","params":'
             b'{"name":"run_code","arguments":{"code":"x"}}}',
+            b'{"jsonrpc":"2.0","id":3,"method":"tools/call","params":'
+            b'{"name":"exec","arguments":{"command":"sleep 4321"}}}',
         ):
             process.stdin.write(line + b"\n")
         process.stdin.flush()
         assert b"sojourn" in process.stdout.readline()
         assert b"still here" in process.stdout.readline()
-        assert session.refresh().state == "running"
+        eventually(lambda: running(session, "sleep 4321"))
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=30) == 0
         process.stdin.close()
         process.stdout.close()
         assert session.refresh().state == "suspended"
+        assert not running(session, "sleep 4321")  # a call that was under way ended with it
         session.delete()

@@ -6,11 +6,12 @@ import base64
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sojourn.mcp.texts import KEPT, LIMIT, Outputs, Stream, clipped, part
 
+QUICK = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 CALL = "rest(offset={offset})"
 
 
@@ -21,6 +22,7 @@ def stream(*pieces: bytes) -> Stream:
     return made
 
 
+@QUICK
 @given(st.lists(st.binary(max_size=50)))
 def test_what_is_short_is_shown_exactly(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
@@ -29,6 +31,7 @@ def test_what_is_short_is_shown_exactly(pieces: list[bytes]) -> None:
     assert exact == whole and shown.size == len(whole)
 
 
+@QUICK
 @given(st.text(min_size=1, max_size=40), st.integers(1, 3))
 def test_a_long_text_is_its_beginning_and_its_end_and_the_mark_tells_the_rest(
     word: str, shift: int
@@ -48,6 +51,7 @@ def test_a_long_text_is_its_beginning_and_its_end_and_the_mark_tells_the_rest(
     assert len(shown.text) <= LIMIT + 200 and len(head) > LIMIT // 2 - 4 < len(tail) + 4
 
 
+@QUICK
 @given(st.text(min_size=1, max_size=5), st.integers(0, 5))
 def test_parts_joined_are_the_whole(word: str, shift: int) -> None:
     whole = b"y" * shift + word.encode() * (2 * LIMIT // len(word.encode()) + 9)
@@ -59,6 +63,7 @@ def test_parts_joined_are_the_whole(word: str, shift: int) -> None:
     assert read == whole
 
 
+@QUICK
 @given(st.binary(min_size=1))
 def test_parts_of_anything_go_on(data: bytes) -> None:
     noise = b"\xff" + data

@@ -70,7 +70,9 @@ class Call:
         Raises SessionNotFound."""
         if ref is not None:
             return await self.server.sessions().get(ref)
-        return await self._own().get(make=make)
+        own = self._own()
+        self._sessions.uses(own)
+        return await own.get(make=make)
 
     async def finish(
         self, work: Awaitable[T], what: str, on_cancel: Callable[[asyncio.Task[T]], Awaitable[None]]

@@ -51,7 +51,7 @@ class Guard:
         self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http":  # its start and end: there are no web sockets here
             await self._app(scope, receive, send)
             return
         try:
@@ -197,6 +197,7 @@ async def serve(
             uvicorn.Config(
                 guard,
                 log_level="warning",
+                ws="none",
                 timeout_graceful_shutdown=STOP_SECONDS,
                 server_header=False,
                 date_header=False,

@@ -10,11 +10,14 @@ started again is found, also at another address.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
 import re
 import secrets
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -32,6 +35,7 @@ REMEMBERED = 2_000
 """Connections whose session is remembered."""
 
 _SUSPEND_SECONDS = 30.0
+_SETTLE_SECONDS = 15.0
 
 
 class Server:
@@ -137,6 +141,7 @@ class Sessions:
     def __init__(self, server: Server, settings: Settings) -> None:
         self.server = server
         self.settings = settings
+        self._calls: dict[asyncio.Task[Any], OwnSession | None] = {}
         self._named: dict[str, OwnSession] = {}
         self._connected: dict[str, OwnSession] = {}
 
@@ -167,17 +172,47 @@ class Sessions:
     def _own(self, name: str) -> OwnSession:
         return OwnSession(self.server, name, self.settings.network)
 
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """A call is under way in this task."""
+        task = _this_task()
+        self._calls[task] = None
+        try:
+            yield
+        finally:
+            del self._calls[task]
+
+    def uses(self, own: OwnSession) -> None:
+        """The call under way in this task works on a connection's own session."""
+        self._calls[_this_task()] = own
+
     async def ended(self, connection: str) -> None:
         """A connection has ended: its session is put away."""
         own = self._connected.pop(connection, None)
         if own is not None:
+            await _settled([task for task, used in self._calls.items() if used is own])
             await own.suspend()
 
     async def close(self) -> None:
         """All connections have ended."""
+        await _settled(list(self._calls))
         used = (*self._named.values(), *self._connected.values())
         await asyncio.gather(*(own.suspend() for own in used))
         await self.server.close()
+
+
+def _this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("calls are made in tasks")
+    return task
+
+
+async def _settled(calls: list[asyncio.Task[Any]]) -> None:
+    """Wait for calls that end with their connection: a command that one of them still has to kill
+    would wake the session again."""
+    if calls:
+        await asyncio.wait(calls, timeout=_SETTLE_SECONDS)
 
 
 def plain_name(client: str) -> str:

@@ -72,7 +72,8 @@ def protocol_server(sessions: Sessions, own_of: OwnOf) -> ProtocolServer[Session
         if entry is None:
             raise MCPError(code=INVALID_PARAMS, message=f"there is no tool {params.name!r}")
         call = Call(sessions, outputs, lambda: own_of(context), context.session.report_progress)
-        return await answer(entry, call, params.arguments or {})
+        with sessions.call():
+            return await answer(entry, call, params.arguments or {})
 
     state: Callable[[ProtocolServer[Sessions]], AbstractAsyncContextManager[Sessions]] = lifespan
     return ProtocolServer(

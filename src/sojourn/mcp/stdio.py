@@ -48,8 +48,9 @@ async def serve(settings: Settings) -> None:
         if serving.done():
             serving.result()
     finally:
+        serving.cancel()  # calls under way end, and what they started with them
         await sessions.close()
-    if not serving.done():
+    if stopped.is_set():
         # A thread waits for the next line of standard input and cannot be interrupted: an ordinary
         # exit would wait for it, for as long as the client keeps the pipe open.
         logging.shutdown()
