@@ -35,15 +35,14 @@ from sojourn.server.e2b.control import Control
 from sojourn.server.e2b.drains import Drains
 from sojourn.server.e2b.filesystem import Filesystem
 from sojourn.server.e2b.interpreters import Interpreters
-from sojourn.server.e2b.known import Known
 from sojourn.server.e2b.processes import Processes
 from sojourn.server.e2b.rooms import Rooms
-from sojourn.server.e2b.sandboxes import Sandboxes, Settings
+from sojourn.server.e2b.sandboxes import TEMPLATE, Sandboxes, Settings
 from sojourn.server.e2b.watchers import Watchers
 
 API, FILES, CODE, UNARY, STREAM = "api", "files", "code", "unary", "stream"
 _log = logging.getLogger(__name__)
-_HOST = re.compile(rb"(\d{1,5})-(ses[0-9a-z]{24})\.")
+_HOST = re.compile(rb"(\d{1,5})-(ses-[0-9a-z]{24})\.")
 _S = r"(?P<sandbox>[^/]+)"
 
 
@@ -73,7 +72,7 @@ class E2B:
         self._shutdown = shutdown
         self._tokens = ids.Tokens(key)
         sandboxes = Sandboxes(service, self._tokens, settings or Settings())
-        self._known = Known(service)
+        self._sandboxes = sandboxes
         self._drains = Drains(service)
         rooms = Rooms(sandboxes, self._drains)
         self._watchers = Watchers(rooms)
@@ -108,6 +107,7 @@ class E2B:
             _Declared(API, "GET", rf"{box}/metrics", control.metrics),
             _Declared(API, "PUT", rf"{box}/network", control.network),
             _Declared(API, "GET", r"/snapshots", control.snapshots),
+            _Declared(API, "GET", r"/templates/aliases/(?P<template>[^/]+)", control.template),
             _Declared(API, "DELETE", r"/templates/(?P<template>[^/]+)", control.delete_template),
             _Declared(
                 API,
@@ -191,7 +191,7 @@ class E2B:
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        begun = asyncio.create_task(self._drains.resume_all(), name="drains")
+        begun = asyncio.create_task(self._begin(), name="sandboxes of before")
         try:
             yield
         finally:
@@ -199,6 +199,20 @@ class E2B:
             await asyncio.gather(begun, return_exceptions=True)
             await self._watchers.stop()
             await self._drains.stop()
+
+    async def _begin(self) -> None:
+        """Take up what an earlier server served: ports that are asked for, output nobody reads."""
+        for tenant, session in await self._service.every():
+            who = ids.principal(tenant)
+            try:
+                info = await self._service.get(who, session)
+                if TEMPLATE not in info.labels:
+                    continue  # asking for the processes of a session may wake it
+                await self._sandboxes.domain()
+                if info.state == "running" and info.operation is None:
+                    await self._drains.resume(who, session)
+            except SojournError as error:
+                _log.debug("session %s is not taken up: %s", session, error)
 
     async def _health(self, call: Call) -> ASGIApp:
         """GET /health: whether the sandbox runs."""
@@ -248,7 +262,7 @@ class E2B:
         operation = "read" if call.method == "GET" else "write"
         path, user = call.query.get("path", ""), call.query.get("username", "")
         named = ids.session_id(_named(call) or "")
-        for tenant, session in await self._known.all():
+        async for tenant, session in self._sandboxes.known.each():
             if named is not None and session != named:
                 continue
             wanted = self._tokens.signature(tenant, session, path, operation, user, expiration)
