@@ -59,7 +59,7 @@ class Registry:
         self._base = ""
         self._login: Login | None = find_login(reference.host)
         self._authorization: str | None = None
-        self._pool = httpcore.ConnectionPool(max_connections=4, retries=1)
+        self._pool = httpcore.ConnectionPool(max_connections=4)
         self._manifests: dict[str, bytes] = {}
 
     def __enter__(self) -> Registry:
@@ -70,17 +70,15 @@ class Registry:
         self._pool.close()
 
     def _find_scheme(self) -> str:
-        """TLS where the registry speaks it; without it only where that is allowed."""
+        """With TLS; without it only where that is allowed and the registry does without."""
         host = self._reference.host
-        if not self._insecure:
-            return f"https://{host}"
-        for scheme in ("https", "http"):
+        if self._insecure:
             with contextlib.suppress(*_BROKEN):
-                with self._pool.stream("GET", f"{scheme}://{host}/v2/", extensions=_extensions()):
-                    return f"{scheme}://{host}"
-        raise Unreachable(
-            f"the registry {host} does not answer", next_step="Check the image's name."
-        )
+                url = f"http://{host}/v2/"
+                with self._pool.stream("GET", url, extensions=_extensions()) as response:
+                    if not 300 <= response.status <= 400:
+                        return f"http://{host}"
+        return f"https://{host}"
 
     # -- what is asked for ------------------------------------------------------------------
 
