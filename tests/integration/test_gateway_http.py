@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import random
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from sojourn.gateway import records
+from sojourn.gateway import http, outbound, records
 from sojourn.gateway.messages import Granted
 from sojourn.model.network import (
     Effect,
@@ -20,7 +21,7 @@ from sojourn.model.network import (
     SecretPlace,
     SecretUse,
 )
-from sojourn.wire.tunnels import Refusal
+from sojourn.wire.tunnels import Kind, Refusal
 from support.gateway_guests import GuestTls, GuestTunnel, TunnelRefused, TunnelReset
 from support.gateway_rig import Rig, attempt, outcome, request
 from support.gateway_world import ALLOWED, OTHER, PRIVATE, World
@@ -213,6 +214,61 @@ def test_a_slow_request_holds_up_nobody(rig: Rig) -> None:
         hanging.close()
 
     rig.run(run())
+
+
+def test_a_head_that_does_not_come_is_not_waited_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "HEAD_SECONDS", 0.2)
+    assert rig.run(attempt(rig, "example.com", 80, b"GET / HTTP/1.1\r\nHost: exam")) == "408"
+
+
+def test_what_does_not_move_is_ended(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbound, "IDLE_SECONDS", 0.4)
+
+    async def run() -> None:
+        idle = await rig.open("example.com", 80)
+        parked = await rig.open("example.com", 80)
+        await parked.write(request("example.com"))
+        await parked.until(b"hello")
+        await parked.park()
+        with pytest.raises(TunnelReset):
+            await idle.read()
+        await asyncio.sleep(0.5)
+        await parked.resume()
+        await parked.write(request("example.com"))
+        await parked.until(b"hello")
+        parked.close()
+
+    rig.run(run())
+
+
+def test_no_bytes_at_all_end_in_a_fault(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    chance = random.Random(11)
+    parts = [
+        *(b"GET ", b"POST ", b"/", b"*", b" HTTP/1.1\r\n", b" HTTP/1.0\r\n", b"Host: example.com"),
+        *(b"\r\n", b"\r\n\r\n", b"Content-Length: 5", b"Transfer-Encoding: chunked", b"0\r\n"),
+        *(b"5\r\nhello\r\n", b"Connection: upgrade", b"Upgrade: websocket", b"\0", b"\xff", b"a"),
+        *(b"Expect: 100-continue", b"http://example.com/", b"CONNECT ", b"HEAD ", b"/empty"),
+    ]
+
+    async def run() -> None:
+        for number in range(150):
+            data = b"".join(chance.choices(parts, k=chance.randrange(1, 12)))
+            if number % 2:
+                data = b"GET / HTTP/1.1\r\nHost: example.com\r\n" + data + b"\r\n\r\n"
+            tunnel = await rig.open("example.com", 80, (Kind.CONNECT, Kind.PROXY)[number % 3 == 0])
+            await tunnel.write(data)
+            await tunnel.end()
+            try:
+                await asyncio.wait_for(tunnel.all(), 10)
+            except TunnelReset:
+                continue
+            finally:
+                tunnel.close()
+
+    rig.run(run())
+    assert "fault" not in caplog.text
 
 
 def test_what_cannot_be_reached_is_told(rig: Rig) -> None:

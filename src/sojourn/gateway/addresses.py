@@ -8,6 +8,7 @@ between its releases, and an address that slips through here reaches the host or
 from __future__ import annotations
 
 import enum
+import functools
 import ipaddress
 from collections.abc import Iterable
 
@@ -157,6 +158,7 @@ def within(address: Address, networks: Iterable[Network]) -> bool:
     return any(address.version == network.version and address in network for network in networks)
 
 
+@functools.lru_cache(4096)
 def parse_network(text: str) -> Network:
     """A network as policies write it. Raises ValueError."""
     return ipaddress.ip_network(text, strict=False)

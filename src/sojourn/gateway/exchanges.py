@@ -55,7 +55,7 @@ class Exchange:
         sending = asyncio.ensure_future(self._send(head))
         try:
             await self._answer(sending)
-        except (ConnectionError, TimeoutError, h11.RemoteProtocolError) as error:
+        except (ConnectionError, TimeoutError, h11.ProtocolError) as error:
             if self._answered:
                 # What has been passed on must not look whole.
                 raise Reset("the answer broke off") from None
@@ -172,12 +172,11 @@ class Exchange:
         return self._method == b"HEAD" or response.status_code in _BODYLESS
 
     def _incoming(self, headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-        named = named_by_connection(headers)
-        return [
-            (key, self._clean(value))
-            for key, value in headers
-            if key.lower() not in HOP and key.lower() not in named
-        ]
+        dropped = HOP | named_by_connection(headers)
+        if any(key == b"transfer-encoding" for key, _ in headers):
+            # Of two lengths the encoding counted; the other one would be passed on as the truth.
+            dropped |= {b"content-length"}
+        return [(key, self._clean(value)) for key, value in headers if key not in dropped]
 
     def _clean(self, data: bytes) -> bytes:
         return data if self._scrubber is None else self._scrubber.whole(data)
@@ -241,6 +240,6 @@ def _searchable(headers: Headers) -> tuple[Headers, _Decoder | None]:
 def _why(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "the server sent nothing for too long"
-    if isinstance(error, h11.RemoteProtocolError):
+    if isinstance(error, h11.ProtocolError):
         return "the server's answer is no HTTP/1.1"
     return str(error) or "the server closed the connection"

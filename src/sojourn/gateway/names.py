@@ -7,6 +7,7 @@ look-alike letters stay different names.
 
 from __future__ import annotations
 
+import functools
 import re
 
 import idna
@@ -94,11 +95,16 @@ def read_port(text: str) -> int:
 
 def covers(pattern: str, name: str) -> bool:
     """Whether a rule's domain covers a name: itself, or with `*.` everything below it."""
+    below, named = _read_pattern(pattern)
+    if named is None:
+        return False
+    return name.endswith("." + named) if below else name == named
+
+
+@functools.lru_cache(4096)
+def _read_pattern(pattern: str) -> tuple[bool, str | None]:
     below = pattern.startswith("*.")
     try:
-        host = read_host(pattern[2:] if below else pattern)
+        return below, read_host(pattern[2:] if below else pattern).name
     except HostRefused:
-        return False
-    if host.name is None:
-        return False
-    return name.endswith("." + host.name) if below else name == host.name
+        return below, None

@@ -15,25 +15,33 @@ from sojourn.gateway.streams import Reset, Stream
 
 _LONGEST_LINE = 16 << 10
 _HTTP_LINE = re.compile(rb"[^\r\n]*\bHTTP/[0-9]", re.IGNORECASE)
-_TEXT = re.compile(rb"[\t -~]*\r?\Z")
+_NO_TEXT = re.compile(rb"[^\t\r\n -~]")
+_METHOD = re.compile(rb"[\r\n]*[!#$%&'*+.^_`|~0-9A-Za-z-]*(?:\Z|[ \t\r\n])")
 
 
 class FirstLine:
     """What a program says first, as far as it tells HTTP from other protocols."""
 
     def __init__(self) -> None:
-        self._data = b""
+        self._data = bytearray()
         self.http: bool | None = None  # None: not known yet
 
     def feed(self, data: bytes) -> None:
-        """The next bytes."""
+        """The next bytes. A line without an end that looks like a request's counts as one: some
+        servers read very long ones."""
         if self.http is not None:
             return
         self._data += data
-        line, newline, _ = self._data.lstrip(b"\r\n").partition(b"\n")
-        if newline or not _TEXT.match(line) or len(self._data) > _LONGEST_LINE:
-            self.http = _HTTP_LINE.match(line) is not None
-            self._data = b""
+        if not _METHOD.match(self._data[:256]):
+            self.http = False
+        elif len(self._data) > _LONGEST_LINE:
+            self.http = True
+        elif b"\n" in data or _NO_TEXT.search(data):
+            line, newline, _ = self._data.lstrip(b"\r\n").partition(b"\n")
+            if _NO_TEXT.search(line):
+                self.http = False
+            elif newline:
+                self.http = _HTTP_LINE.match(line) is not None
 
 
 async def splice(

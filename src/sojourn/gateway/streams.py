@@ -248,7 +248,7 @@ class Connection(asyncio.BufferedProtocol):
     def reset(self) -> None:
         if self._transport is not None:
             sock = self._transport.get_extra_info("socket")
-            if sock is not None:
+            if sock is not None and sock.fileno() >= 0:
                 with contextlib.suppress(OSError):
                     # A reset, not an end: the peer must not take what it has for all.
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

@@ -323,7 +323,8 @@ class Carrier(asyncio.BufferedProtocol):
         try:
             self._take()
         except TunnelError as error:
-            log.warning("a sandbox broke the protocol of tunnels: %s", error)
+            # Not louder: a sandbox may do this as often as it likes.
+            log.debug("a sandbox broke the protocol of tunnels: %s", error)
             self._abort("the protocol was broken")
 
     def eof_received(self) -> bool:
@@ -488,7 +489,7 @@ class Carrier(asyncio.BufferedProtocol):
             self.refuse(Refusal.UNKNOWN)
             return
         if (received, sent) != (tunnel.sent, tunnel.received):
-            log.warning("tunnel %d was parked with other counts than it came back with", number)
+            log.debug("tunnel %d was parked with other counts than it came back with", number)
             tunnel.lost("bytes were lost in a freeze")
             self.refuse(Refusal.UNKNOWN)
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import resource
 import signal
 import socket
@@ -86,6 +87,9 @@ def main() -> None:
     )
     channel = socket.socket(fileno=sys.stdin.fileno())
     uvloop.run(_Worker().serve(channel))
+    # Not held up by threads that wait for a name server.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
