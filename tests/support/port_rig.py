@@ -107,13 +107,13 @@ class PortRig:
             if self.before is not None:
                 await self.before()
         except SojournError as error:
-            self.channel.send(channel.Dialed(dial.number, to_body(error)))
+            self.channel.send(channel.Dialed(dial.token, to_body(error)))
             return
         _, tunnel = await asyncio.get_running_loop().create_connection(
             _Tunnel, "127.0.0.1", self._programs[dial.id]
         )
         self.tunnels.append(tunnel)
-        self.channel.send(channel.Dialed(dial.number))
+        self.channel.send(channel.Dialed(dial.token))
         await self.inbound.serve(dial.token, tunnel)
         tunnel.close()
 
@@ -140,9 +140,7 @@ async def port_rig() -> AsyncIterator[PortRig]:
         await rig.close()
 
 
-async def ask(
-    port: int, request: bytes, *, until: bytes | None = None, end: bool = False
-) -> bytes:
+async def ask(port: int, request: bytes, *, until: bytes | None = None, end: bool = False) -> bytes:
     """Send bytes and read the answer, to its end or until some bytes have come."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

@@ -35,7 +35,7 @@ class World:
         self.resumes = self.dialled = 0
         self.refuse = 0  # how many dials find nobody listening
         self.error: BaseException | None = None
-        self.answers: dict[int, asyncio.Future[SojournError | None]] = {}
+        self.answers: dict[bytes, asyncio.Future[SojournError | None]] = {}
         self.touched: list[float] = []
         self.noted = 0
         self.age = 0.0
@@ -54,7 +54,7 @@ class World:
 
     def answer(self, message: Any) -> None:
         error = None if message.error is None else from_body(message.error)
-        self.answers[message.number].set_result(error)
+        self.answers[message.token].set_result(error)
 
     def held(self, session: str) -> Any:
         return self.active
@@ -105,9 +105,10 @@ def run(work: Callable[[World, Wakes], Awaitable[None]]) -> None:
 
 
 async def ask(world: World, made: Wakes, number: int = 1, id: str = PORT.id) -> SojournError | None:
-    world.answers[number] = asyncio.get_running_loop().create_future()
-    made.received(channel.Dial(number, id, b"t" * 16))
-    return await world.answers[number]
+    token = number.to_bytes(16, "big")
+    world.answers[token] = asyncio.get_running_loop().create_future()
+    made.received(channel.Dial(id, token))
+    return await world.answers[token]
 
 
 def test_many_dials_make_one_resume() -> None:
@@ -203,10 +204,9 @@ def test_nothing_is_woken_for_a_port_that_is_not_exposed_or_by_a_server_that_sto
 def test_a_dial_that_is_given_up_ends() -> None:
     async def work(world: World, made: Wakes) -> None:
         world.refuse = 10**9
-        world.answers[1] = asyncio.get_running_loop().create_future()
-        made.received(channel.Dial(1, PORT.id, b"t" * 16))
+        made.received(channel.Dial(PORT.id, b"t" * 16))
         await asyncio.sleep(0.2)
-        made.received(channel.GiveUp(1))
+        made.received(channel.GiveUp(b"t" * 16))
         await asyncio.sleep(0.1)
         dialled = world.dialled
         await asyncio.sleep(0.2)

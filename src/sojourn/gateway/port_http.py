@@ -226,6 +226,8 @@ class HttpClient:
     async def _answer(self, request: h11.Request, headers: Headers, bare: bool) -> bool:
         wanted = requests.read_request(request.target, headers, self._ports.domain)
         exposed = None if wanted is None else self._ports.find(wanted.session, wanted.port)
+        if wanted is not None and exposed is None and not wanted.prefix:
+            exposed = await self._ports.ask(wanted.session, wanted.port)
         if wanted is None or exposed is None:
             requests.token_fits(b"", _NOBODY)
             raise _UNKNOWN

@@ -31,6 +31,8 @@ MAX_CLIENTS_OF_PORT = 1024
 # The server's own bound is a minute; this one is for a server that says nothing.
 _DIAL_SECONDS = 75.0
 _ARRIVE_SECONDS = 5.0
+MAX_ASKS = 256
+_ASK_SECONDS = 15.0
 _TICK_SECONDS = 0.5
 
 Networks = list[ipaddress.IPv4Network | ipaddress.IPv6Network]
@@ -137,7 +139,8 @@ class Ports:
         self._exposed: dict[str, Exposed] = {}
         self._listeners: dict[str, asyncio.Server] = {}
         self._listening: set[asyncio.Task[None]] = set()
-        self._dials: dict[int, asyncio.Future[SojournError | None]] = {}
+        self._dials: dict[bytes, asyncio.Future[SojournError | None]] = {}
+        self._asks: dict[int, asyncio.Future[None]] = {}
         self._number = 0
         self._clients: dict[Client, None] = {}  # in the order they came
         end = socket.socket(fileno=descriptor)
@@ -158,6 +161,23 @@ class Ports:
         exposed = self._exposed.get(f"{session}:{port}")
         return exposed if exposed is not None and exposed.kind is PortKind.HTTP else None
 
+    async def ask(self, session: str, port: int) -> Exposed | None:
+        """The port, where the server exposes it for being asked for; None where it does not."""
+        if len(self._asks) >= MAX_ASKS:
+            return None
+        self._number += 1
+        number = self._number
+        answer = self._asks[number] = asyncio.get_running_loop().create_future()
+        self._channel.send(channel.Ask(number, session, port))
+        try:
+            async with asyncio.timeout(_ASK_SECONDS):
+                await answer
+        except TimeoutError:
+            return None
+        finally:
+            del self._asks[number]
+        return self.find(session, port)
+
     # -- what the server says ---------------------------------------------------------------
 
     def _received(self, message: channel.Message, descriptors: list[int]) -> None:
@@ -174,10 +194,14 @@ class Ports:
             case channel.Unexpose():
                 self._unexpose(message.id)
             case channel.Dialed():
-                waiter = self._dials.get(message.number)
+                waiter = self._dials.get(message.token)
                 if waiter is not None and not waiter.done():
                     error = message.error
                     waiter.set_result(None if error is None else from_body(error))
+            case channel.Asked():
+                asked = self._asks.get(message.number)
+                if asked is not None and not asked.done():
+                    asked.set_result(None)
             case _:
                 log.error("the server sent a message that is the gateway's to send")
 
@@ -267,13 +291,11 @@ class Ports:
             raise Interrupted("the port is no longer exposed")
         if len(self._dials) >= MAX_CLIENTS:
             raise QuotaExceeded("too many requests wait for sessions")
-        self._number += 1
-        number = self._number
         token, arriving = self._inbound.expect()
         answer: asyncio.Future[SojournError | None] = asyncio.get_running_loop().create_future()
-        self._dials[number] = answer
+        self._dials[token] = answer
         taken = answered = False
-        self._channel.send(channel.Dial(number, exposed.id, token))
+        self._channel.send(channel.Dial(exposed.id, token))
         try:
             async with asyncio.timeout(_DIAL_SECONDS):
                 error = await answer
@@ -290,9 +312,9 @@ class Ports:
                 raise Interrupted("the connection into the session did not come") from None
             raise PortSilent("the session did not come up in time") from None
         finally:
-            del self._dials[number]
+            del self._dials[token]
             if not answered:
-                self._channel.send(channel.GiveUp(number))
+                self._channel.send(channel.GiveUp(token))
             self._inbound.forget(token, taken=taken)
 
     # -- the clock --------------------------------------------------------------------------

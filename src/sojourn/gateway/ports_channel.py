@@ -52,9 +52,9 @@ class Unexpose(msgspec.Struct, frozen=True, tag=True):
 
 class Dial(msgspec.Struct, frozen=True, tag=True):
     """From the gateway: have the session of an exposed port run, and its supervisor open a tunnel
-    that bears `token`. Answered by `Dialed` with the same number."""
+    that bears `token`. Answered by `Dialed` with the same token, which no other dial ever has, also
+    of another gateway process."""
 
-    number: int
     id: str
     token: bytes
 
@@ -62,14 +62,29 @@ class Dial(msgspec.Struct, frozen=True, tag=True):
 class Dialed(msgspec.Struct, frozen=True, tag=True):
     """To the gateway: the tunnel is there, or why there is none."""
 
-    number: int
+    token: bytes
     error: ErrorBody | None = None
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """From the gateway: a request names a port that is not exposed. Answered by `Asked` with the
+    same number, after an `Expose` where it is exposed for that."""
+
+    number: int
+    session: str
+    port: int
+
+
+class Asked(msgspec.Struct, frozen=True, tag=True):
+    """To the gateway: it was looked at."""
+
+    number: int
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag=True):
     """From the gateway: nobody waits for this dial any more."""
 
-    number: int
+    token: bytes
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
@@ -80,7 +95,7 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     quiet: list[str]
 
 
-Message = Serve | Expose | Unexpose | Dial | Dialed | GiveUp | Moved
+Message = Serve | Expose | Unexpose | Dial | Dialed | Ask | Asked | GiveUp | Moved
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode

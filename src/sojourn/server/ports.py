@@ -20,7 +20,7 @@ import re
 import secrets as random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -33,6 +33,7 @@ from sojourn.errors import (
     InvalidRequest,
     PortNotFound,
     QuotaExceeded,
+    SessionNotFound,
     SojournError,
 )
 from sojourn.gateway import ports_channel as channel
@@ -40,6 +41,7 @@ from sojourn.gateway.port_requests import host_label, path_prefix
 from sojourn.model import Session, SessionState
 from sojourn.model.ports import ExposedPort, PortKind
 from sojourn.server.base import Principal
+from sojourn.server.host_ports import HostPorts, listening
 from sojourn.server.networks import Networks
 from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.secrets import Secrets
@@ -50,6 +52,7 @@ log = logging.getLogger(__name__)
 MAX_PORTS = 64
 MAX_SOURCES = 64
 _ADDRESS_FILE = "ports.address"
+_NUMBERS_FILE = "ports.numbers"
 _KIND = "port"
 _AGAIN_SECONDS = 5.0
 _DOMAIN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
@@ -81,20 +84,6 @@ class PortSettings(msgspec.Struct, frozen=True):
         return host, int(port)
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen(1024)
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
 class Ports:
     """The exposed ports of all sessions."""
 
@@ -119,8 +108,11 @@ class Ports:
         self._sockets: dict[str, socket.socket] = {}  # "" is the one that all HTTP ports share
         self._channel: channel.Channel | None = None
         self._received: Callable[[channel.Message], None] = lambda message: None
+        self._numbers = HostPorts(data / _NUMBERS_FILE)
         self._changing = asyncio.Lock()
         self._again: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._decide: Callable[[str, int], Awaitable[Principal | None]] | None = None
 
     # -- start and stop ---------------------------------------------------------------------
 
@@ -143,13 +135,14 @@ class Ports:
 
     async def close(self) -> None:
         """Serve nothing more. Idempotent."""
-        if self._again is not None:
-            self._again.cancel()
-            await asyncio.gather(self._again, return_exceptions=True)
+        for task in (self._again, self._starting):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self._channel is not None:
             self._channel.close()
-        for listening in self._sockets.values():
-            listening.close()
+        for one in self._sockets.values():
+            one.close()
         self._sockets.clear()
 
     async def _listen_to_all(self) -> bool:
@@ -183,7 +176,7 @@ class Ports:
             if port.id in self._sockets:
                 return
             assert port.listens_at is not None
-            self._sockets[port.id] = _listening(self._host, port.listens_at)
+            self._sockets[port.id] = listening(self._host, port.listens_at)
         elif "" not in self._sockets:
             self._sockets[""] = self._listen_for_http()
             self._send_listener()
@@ -192,12 +185,12 @@ class Ports:
     def _listen_for_http(self) -> socket.socket:
         """The shared listening socket, at the number it had before. Raises OSError."""
         if self._port:
-            return _listening(self._host, self._port)
+            return listening(self._host, self._port)
         place = self._data / _ADDRESS_FILE
         known = 0
         with contextlib.suppress(FileNotFoundError, ValueError):
             known = int(place.read_text())
-        made = _listening(self._host, known if 0 < known < 65536 else 0)
+        made = listening(self._host, known if 0 < known < 65536 else 0)
         number = made.getsockname()[1]
         if number != known:
             fresh = place.with_name(f"{place.name}.new")
@@ -280,6 +273,47 @@ class Ports:
         if listening is not None:
             listening.close()
 
+    # -- ports nobody exposed ---------------------------------------------------------------
+
+    def on_request(self, decide: Callable[[str, int], Awaitable[Principal | None]]) -> None:
+        """Have `decide` asked who exposes a port that a request names by its host; None: nobody.
+        What is exposed so is public."""
+        self._decide = decide
+
+    async def asked_for(self, session: str, port: int) -> None:
+        """A request names a port that is not exposed. Raises what exposing it raises."""
+        if self._decide is None or port in self._exposed.get(session, {}):
+            return
+        who = await self._decide(session, port)
+        if who is not None:
+            await self.expose(who, session, ExposePort(port=port, public=True))
+
+    async def serve(self) -> str:
+        """HOST:PORT below which ports have their names, answered from now on; for whoever exposes
+        ports only as requests come. Raises HostUnfit."""
+        async with self._changing:
+            if "" not in self._sockets:
+                try:
+                    self._sockets[""] = self._listen_for_http()
+                except OSError as error:
+                    raise self._deaf(error) from error
+                self._send_listener()
+                self._starting = asyncio.create_task(self._started(), name="gateway for ports")
+        return f"{self._domain}:{self._sockets[''].getsockname()[1]}"
+
+    async def _started(self) -> None:
+        """Requests wait in the listening socket until there is a gateway process."""
+        try:
+            await self._networks.gateway.need()
+        except SojournError as error:
+            log.error("ports are not served for now: %s", error)
+
+    def _deaf(self, error: OSError) -> HostUnfit:
+        return HostUnfit(
+            f"cannot listen on {self._host}: {error.strerror or error}",
+            next_step="Correct SOJOURN_PORTS_ADDRESS, or free what holds the address.",
+        )
+
     # -- requests ---------------------------------------------------------------------------
 
     async def expose(self, who: Principal, ref: str, request: ExposePort) -> PortInfo:
@@ -331,16 +365,13 @@ class Ports:
         listens_at = None
         try:
             if request.kind is PortKind.TCP:
-                self._sockets[id] = _listening(self._host, 0)
+                self._sockets[id] = await asyncio.to_thread(self._numbers.listen, self._host)
                 listens_at = self._sockets[id].getsockname()[1]
             elif "" not in self._sockets:
                 self._sockets[""] = self._listen_for_http()
                 self._send_listener()
         except OSError as error:
-            raise HostUnfit(
-                f"cannot listen on {self._host}: {error.strerror or error}",
-                next_step="Correct SOJOURN_PORTS_ADDRESS, or free what holds the address.",
-            ) from error
+            raise self._deaf(error) from error
         port = ExposedPort(
             session=session.id,
             port=request.port,
@@ -362,6 +393,11 @@ class Ports:
         if token:
             self._tokens[id] = token
         self._exposed.setdefault(session.id, {})[port.port] = port
+        held = self._registry.held(session.id)
+        if held is None or held.state is SessionState.DELETED:
+            # It went while its port was written down; so did what was written.
+            self.committed(msgspec.structs.replace(session, state=SessionState.DELETED))
+            raise SessionNotFound(f"session {session.id!r} was deleted")
         self._send(port)
         return port
 

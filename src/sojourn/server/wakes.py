@@ -41,6 +41,7 @@ HOLD_SECONDS = 60.0
 _WAKING_SECONDS = 10.0
 _GRACE_SECONDS = 1.0
 _AGAIN_SECONDS = 0.05
+_MOST_ASKS = 256
 # What requests changed is looked for when they pause, and while they do not, so often.
 _LOOK_SECONDS = 10.0
 
@@ -53,7 +54,8 @@ class Wakes:
         self._ports = ports
         self._registry = registry
         self._turns = turns
-        self._dials: dict[int, asyncio.Task[None]] = {}
+        self._dials: dict[bytes, asyncio.Task[None]] = {}
+        self._asks: set[asyncio.Task[None]] = set()
         self._looked: dict[str, float] = {}
         self._stopped = False
         # By session (0) and by sandbox and port, as long as somebody uses them.
@@ -64,7 +66,7 @@ class Wakes:
     async def stop(self) -> None:
         """Wake nothing any more: a session that is put away stays so."""
         self._stopped = True
-        tasks = list(self._dials.values())
+        tasks = [*self._dials.values(), *self._asks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -74,16 +76,31 @@ class Wakes:
         match message:
             case channel.Dial():
                 task = asyncio.create_task(self._answer(message), name=f"dial {message.id}")
-                self._dials[message.number] = task
-                task.add_done_callback(lambda _: self._dials.pop(message.number, None))
+                self._dials[message.token] = task
+                task.add_done_callback(lambda _: self._dials.pop(message.token, None))
+            case channel.Ask():
+                if len(self._asks) >= _MOST_ASKS:
+                    self._ports.answer(channel.Asked(message.number))
+                    return
+                asking = asyncio.create_task(self._ask(message), name=f"ask {message.session}")
+                self._asks.add(asking)
+                asking.add_done_callback(self._asks.discard)
             case channel.GiveUp():
-                dial = self._dials.get(message.number)
+                dial = self._dials.get(message.token)
                 if dial is not None:
                     dial.cancel()
             case channel.Moved():
                 self._moved(message)
             case _:
                 log.error("the gateway sent a message that is the server's to send")
+
+    async def _ask(self, asked: channel.Ask) -> None:
+        try:
+            if not self._stopped:
+                await self._ports.asked_for(asked.session, asked.port)
+        except SojournError as error:
+            log.info("port %d of %s is not exposed: %s", asked.port, asked.session, error)
+        self._ports.answer(channel.Asked(asked.number))
 
     async def _answer(self, dial: channel.Dial) -> None:
         port = self._ports.find(dial.id)
@@ -93,15 +110,15 @@ class Wakes:
             if port is None:
                 raise PortNotFound("the port is no longer exposed")
             await self._dial(port, dial.token)
-            answer = channel.Dialed(dial.number)
+            answer = channel.Dialed(dial.token)
         except SessionNotFound as error:
-            answer = channel.Dialed(dial.number, to_body(PortNotFound(error.message)))
+            answer = channel.Dialed(dial.token, to_body(PortNotFound(error.message)))
         except SojournError as error:
-            answer = channel.Dialed(dial.number, to_body(error))
+            answer = channel.Dialed(dial.token, to_body(error))
         except Exception as error:
             # A fault here is this request's alone, and it must not wait for an answer in vain.
             log.exception("a fault while a port was dialed")
-            answer = channel.Dialed(dial.number, to_body(SojournError(f"a fault: {error!r}")))
+            answer = channel.Dialed(dial.token, to_body(SojournError(f"a fault: {error!r}")))
         self._ports.answer(answer)
 
     async def _dial(self, port: ExposedPort, token: bytes) -> None:
