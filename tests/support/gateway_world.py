@@ -96,7 +96,7 @@ class World:
             if libc.unshare(_CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), "unshare")
             self._descriptor = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-            lines = ["link set lo up", f"addr add {ALLOWED_V6}/128 dev lo"]
+            lines = ["link set lo up", f"addr add {ALLOWED_V6}/128 dev lo nodad"]
             lines += [f"addr add {address}/32 dev lo" for address in _ADDRESSES]
             subprocess.run(["ip", "-batch", "-"], input="\n".join(lines).encode(), check=True)
         except (OSError, subprocess.CalledProcessError) as error:
