@@ -229,7 +229,7 @@ def test_forks_go_their_own_ways(box: Sandbox) -> None:
     for child in children:
         child.kill()
     with pytest.raises(SandboxNotFoundException):
-        Sandbox.fork("ses" + "0" * 24)
+        Sandbox.fork("ses-" + "0" * 24)
 
 
 def test_a_snapshot_outlives_its_sandbox() -> None:
@@ -433,7 +433,7 @@ def test_only_its_own_token_opens_a_sandbox(
     token = other.connection_config.sandbox_headers["X-Access-Token"]
     with httpx.Client(base_url=shared_server.url) as http:
         for method, path in AGENT_ROUTES:
-            for name in (box.sandbox_id, "ses" + "0" * 24, "nonsense"):
+            for name in (box.sandbox_id, "ses-" + "0" * 24, "nonsense"):
                 headers = {"E2b-Sandbox-Id": name}
                 assert http.request(method, path, headers=headers).status_code == 401, path
                 for wrong in (token, shared_server.token, "nonsense"):
@@ -483,3 +483,47 @@ def test_a_restart_of_the_server_changes_nothing(server: ServerProcess) -> None:
 
 def test_the_client_of_the_api_is_not_disturbed(client: Sojourn) -> None:
     assert client.status().sessions is not None
+
+
+# -- ports --------------------------------------------------------------------------------------
+
+
+def test_every_port_has_an_address(box: Sandbox) -> None:
+    box.files.write("site/index.html", "served inside")
+    box.commands.run("cd site && exec python3 -m http.server 8000", background=True, timeout=0)
+    host = box.get_host(8000)
+    assert host.startswith(f"8000-{box.sandbox_id}.localhost:")
+
+    def get(where: str) -> httpx.Response:
+        # Names below localhost are not looked up everywhere.
+        number = where.rpartition(":")[2]
+        return httpx.get(f"http://127.0.0.1:{number}/index.html", headers={"Host": where})
+
+    assert get(host).text == "served inside"
+    assert get(host.replace(box.sandbox_id, "ses-" + "0" * 24)).status_code == 404
+    # A paused sandbox is not woken unless it was made so.
+    box.pause()
+    assert get(host).status_code == 503
+    Sandbox.connect(box.sandbox_id)
+    assert get(host).text == "served inside"
+
+
+def test_ports_of_other_sessions_stay_closed(box: Sandbox, client: Sojourn) -> None:
+    own = client.sessions.create()
+    host = box.get_host(8000).replace(box.sandbox_id, sandbox_id(own.id))
+    number = host.rpartition(":")[2]
+    answer = httpx.get(f"http://127.0.0.1:{number}/", headers={"Host": host})
+    assert answer.status_code == 404
+    own.delete()
+
+
+def test_a_request_at_a_port_wakes_where_that_was_asked_for() -> None:
+    box = Sandbox.create(timeout=300, lifecycle={"on_timeout": "pause", "auto_resume": True})
+    box.commands.run("exec python3 -m http.server 8000", background=True, timeout=0)
+    host = box.get_host(8000)
+    address = f"http://127.0.0.1:{host.rpartition(':')[2]}/"
+    assert httpx.get(address, headers={"Host": host}).status_code == 200
+    box.pause()
+    assert httpx.get(address, headers={"Host": host}, timeout=60).status_code == 200
+    assert box.get_info().state is SandboxState.RUNNING
+    box.kill()

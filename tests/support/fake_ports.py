@@ -42,6 +42,12 @@ class FakePorts:
         self._find = find
         self._kept: dict[tuple[str, int], PortInfo] = {}
 
+    def on_request(self, decide: Any) -> None:
+        """No request comes in."""
+
+    async def serve(self) -> str:
+        return "localhost:1"
+
     def _session(self, who: Principal, ref: str) -> str:
         return str(self._find(who, ref).info.id)
 

@@ -9,7 +9,7 @@ and of numbers in the query first (`sojourn.server.checks`, `queries`). Verbs re
 from __future__ import annotations
 
 import builtins
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -106,6 +106,11 @@ class PortService(Protocol):
 
     async def list(self, who: Principal, ref: str) -> builtins.list[PortInfo]: ...
     async def unexpose(self, who: Principal, ref: str, number: int) -> None: ...
+    def on_request(self, decide: Callable[[str, int], Awaitable[Principal | None]]) -> None:
+        """Have `decide` asked who exposes a port that a request names; None: nobody."""
+
+    async def serve(self) -> str:
+        """HOST:PORT below which ports have their names, served from now on. Raises HostUnfit."""
 
 
 class SessionService(Protocol):

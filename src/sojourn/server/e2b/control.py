@@ -62,11 +62,11 @@ class Control:
         with call.shutdown.cancellable():
             info = await self._sandboxes.create(call.who, asked, key)
             await self._rooms.prepare(call, info)
-        return answer(self._sandboxes.opened(call.who, info), 201)
+        return answer(await self._sandboxes.opened(call.who, info), 201)
 
     async def get(self, call: Call) -> ASGIApp:
         """GET /sandboxes/{id}."""
-        return answer(self._sandboxes.detailed(call.who, await self._info(call)))
+        return answer(await self._sandboxes.detailed(call.who, await self._info(call)))
 
     async def kill(self, call: Call) -> ASGIApp:
         """DELETE /sandboxes/{id}."""
@@ -105,7 +105,7 @@ class Control:
             info, woken = await self._sandboxes.connect(call.who, info, asked)
             if woken:
                 await self._rooms.prepare(call, info)
-        return answer(self._sandboxes.opened(call.who, info), 201 if woken else 200)
+        return answer(await self._sandboxes.opened(call.who, info), 201 if woken else 200)
 
     async def fork(self, call: Call) -> ASGIApp:
         """POST /sandboxes/{id}/fork."""
@@ -122,7 +122,7 @@ class Control:
                 status = failures.api_status(child)
                 found.append({"error": {"code": status, "message": failures.text(child)}})
             else:
-                found.append({"sandbox": self._sandboxes.opened(call.who, child)})
+                found.append({"sandbox": await self._sandboxes.opened(call.who, child)})
         return answer(found, 201)
 
     async def metrics(self, call: Call) -> ASGIApp:
@@ -197,6 +197,13 @@ class Control:
         page, token = _page(found, call.query.get("nextToken"), _limit(call))
         headers = [] if token is None else [(b"x-next-token", token.encode())]
         return answer([self._snapshots.shown(info) for info in page], 200, headers)
+
+    async def template(self, call: Call) -> ASGIApp:
+        """GET /templates/aliases/{name}: whether sandboxes can be made from it."""
+        name = unquote(call.groups["template"])
+        found = await self._sandboxes.template(call.who, name)
+        known = ids.sandbox_id(found.id) if isinstance(found, SessionInfo) else name
+        return answer({"templateID": known, "public": False})
 
     async def delete_template(self, call: Call) -> ASGIApp:
         """DELETE /templates/{id}: snapshots are templates to E2B, and the only ones it may end."""

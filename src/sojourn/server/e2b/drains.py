@@ -12,7 +12,6 @@ import logging
 
 from sojourn.errors import Interrupted, OutputTruncated, SojournError
 from sojourn.server.base import Principal, SessionService
-from sojourn.server.e2b.ids import principal
 from sojourn.wire.guest import ProcessState
 
 log = logging.getLogger(__name__)
@@ -69,16 +68,6 @@ class Drains:
             key = (session, state.id)
             if self._unread(state) and key not in self._readers and key not in self._tasks:
                 self._drain(who, key, (state.out[1], state.err[1]))
-
-    async def resume_all(self) -> None:
-        """Take up again what is running as the server starts."""
-        for tenant, session in await self._service.every():
-            who = principal(tenant)
-            try:
-                if (await self._service.get(who, session)).state == "running":
-                    await self.resume(who, session)
-            except SojournError as error:
-                log.debug("commands of %s are not looked at: %s", session, error)
 
     def _unread(self, state: ProcessState) -> bool:
         return state.running and state.tag.startswith(TAG)

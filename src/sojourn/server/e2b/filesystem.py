@@ -28,7 +28,7 @@ from sojourn.server.e2b import connect, ids, users
 from sojourn.server.e2b.calls import Call
 from sojourn.server.e2b.entries import entry, text
 from sojourn.server.e2b.rooms import Rooms
-from sojourn.server.e2b.watchers import Watchers, changes, event_of, meant
+from sojourn.server.e2b.watchers import Translator, Watchers, changes, meant
 from sojourn.wire.guest import Stat
 
 MAX_ENTRIES = 100_000
@@ -162,12 +162,12 @@ class Filesystem:
     async def _changes(self, call: Call, asked: Watch) -> AsyncIterator[bytes]:
         try:
             async with meant(self._rooms, call, asked.path) as (guest, path):
+                translator = Translator(guest, path, entries=asked.include_entry)
                 async for change in changes(guest, path, recursive=asked.recursive):
                     if change is None:
                         yield connect.envelope({"start": {}})
                         continue
-                    event = await event_of(guest, path, change, asked.include_entry)
-                    if event is not None:
+                    for event in await translator.events(change):
                         yield connect.envelope({"filesystem": event})
         except SojournError as error:
             yield connect.end(connect.error_object(error, ids.sandbox_id(call.session)))

@@ -18,8 +18,8 @@ from pathlib import Path
 from sojourn.server.base import Principal
 
 _SESSION = "ses_"
-_SANDBOX = "ses"
-_ID = re.compile(r"ses([0-9a-z]{24})")
+_SANDBOX = "ses-"
+_ID = re.compile(r"ses-([0-9a-z]{24})(?:-[0-9a-z]+)?")
 KEY_BYTES = 32
 ACCESS, TRAFFIC = "access", "traffic"
 """What a token opens: the agent inside (commands, files), or the ports."""
@@ -32,8 +32,8 @@ def sandbox_id(session: str) -> str:
 
 def session_id(sandbox: str) -> str | None:
     """The session id of a sandbox id; None for what is none."""
-    # Older clients put the id of E2B's node behind it.
-    found = _ID.fullmatch(sandbox.partition("-")[0])
+    # Older clients put what E2B calls the client's id behind it.
+    found = _ID.fullmatch(sandbox)
     return None if found is None else _SESSION + found[1]
 
 

@@ -7,6 +7,7 @@ So whatever crashes in between, the worst is a sandbox that sleeps where it shou
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 from sojourn.errors import (
     Conflict,
     ErrorBody,
+    HostUnfit,
     InvalidRequest,
     NotFound,
     SessionNotFound,
@@ -26,6 +28,7 @@ from sojourn.errors import (
 from sojourn.model import AutoSnapshot, Policy
 from sojourn.server.base import Principal, SessionService
 from sojourn.server.e2b import ids, networks
+from sojourn.server.e2b.known import Known
 from sojourn.server.e2b.schemas import (
     CLIENT_ID,
     ENVD_VERSION,
@@ -41,6 +44,8 @@ from sojourn.wire.api import (
     SuspendRequest,
     UpdateSession,
 )
+
+log = logging.getLogger(__name__)
 
 # Reserved labels: what E2B wants to know of a sandbox and a session has no place for.
 PREFIX = "sojourn.e2b."
@@ -59,10 +64,8 @@ _PAGE = 100
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How this server serves E2B's clients: the domain of ports, and what a sandbox that says
-    nothing of the internet may reach."""
+    """How E2B's clients are served: whether a sandbox that says nothing of the internet has it."""
 
-    domain: str | None = None
     internet: bool = False
 
 
@@ -106,8 +109,31 @@ class Sandboxes:
 
     def __init__(self, service: SessionService, tokens: ids.Tokens, settings: Settings) -> None:
         self.service = service
+        self.known = Known(service)
         self.tokens = tokens
         self.settings = settings
+        self._domain: str | None = None
+        service.ports.on_request(self._exposes)
+
+    # -- ports ------------------------------------------------------------------------------
+
+    async def domain(self) -> str | None:
+        """Below what the ports of sandboxes have their names; None where none can be served."""
+        if self._domain is None:
+            try:
+                self._domain = await self.service.ports.serve()
+            except HostUnfit as error:
+                log.warning("ports of sandboxes are not served: %s", error)
+        return self._domain
+
+    async def _exposes(self, session: str, port: int) -> Principal | None:
+        """Every port of a sandbox is public, as E2B has it; those of other sessions are not."""
+        tenant = await self.known.tenant(session)
+        if tenant is None:
+            return None
+        who = ids.principal(tenant)
+        info = await self.service.get(who, session)
+        return who if TEMPLATE in info.labels else None
 
     # -- looking ----------------------------------------------------------------------------
 
@@ -165,17 +191,23 @@ class Sandboxes:
         }
         if asked.allow_internet_access is not None:
             labels[INTERNET] = "true" if asked.allow_internet_access else "false"
+        if (asked.network or {}).get("allowPublicTraffic") is False:
+            raise Unsupported(
+                "ports of sandboxes are public here",
+                next_step="Use a session of Sojourn, whose ports have tokens.",
+            )
         network = networks.wanted(
             asked.network, asked.allow_internet_access, default=self.settings.internet
         )
+        wakes = asked.auto_resume is not None and asked.auto_resume.enabled
         policy = Policy(
             auto_snapshot=AutoSnapshot.IDLE,
-            idle_timeout=None,
+            idle_timeout=float(asked.timeout) if wakes else None,
             max_lifetime=float(asked.timeout),
             on_expiry="delete" if action == "kill" else "suspend",
-            auto_resume=asked.auto_resume is not None and asked.auto_resume.enabled,
+            auto_resume=wakes,
         )
-        template = await self._template(who, asked.template_id)
+        template = await self.template(who, asked.template_id)
         if isinstance(template, SessionInfo):
             return await self._from_snapshot(who, template, asked, labels, policy, key)
         request = CreateSession(
@@ -202,7 +234,7 @@ class Sandboxes:
                 next_step="Pause with keep_memory=False before the timeout.",
             )
 
-    async def _template(self, who: Principal, name: str) -> str | SessionInfo | None:
+    async def template(self, who: Principal, name: str) -> str | SessionInfo | None:
         """What a template's name stands for: one of the server's, a snapshot, or (None) the
         server's default. Raises NotFound."""
         if name in DEFAULT_TEMPLATES:
@@ -268,6 +300,8 @@ class Sandboxes:
         return {
             "max_lifetime": time.time() - info.created_at + seconds,
             "on_expiry": expiry,
+            # One that a request at a port wakes is told no time: it sleeps again when it is idle.
+            "idle_timeout": float(seconds) if info.policy.auto_resume else None,
         }
 
     async def _policy(self, who: Principal, info: SessionInfo, changes: dict[str, Any]) -> None:
@@ -285,7 +319,7 @@ class Sandboxes:
         if kills:
             await self._policy(who, info, {"on_expiry": "suspend"})
         try:
-            await self.finish(
+            asleep: SessionInfo = await self.finish(
                 who, await self.service.suspend(who, info.id, SuspendRequest(memory=memory), None)
             )
         except SojournError:
@@ -293,6 +327,9 @@ class Sandboxes:
             if kills and current.state == "running":
                 await self._policy(who, current, {"on_expiry": "delete"})
             raise
+        if TEMPLATE in info.labels:
+            # What was left of its time is over: it has none until it is woken.
+            await self._policy(who, asleep, {"max_lifetime": None})
 
     async def connect(
         self, who: Principal, info: SessionInfo, asked: ConnectSandbox
@@ -349,8 +386,9 @@ class Sandboxes:
 
     # -- showing ----------------------------------------------------------------------------
 
-    def opened(self, who: Principal, info: SessionInfo) -> dict[str, Any]:
+    async def opened(self, who: Principal, info: SessionInfo) -> dict[str, Any]:
         """A sandbox with what opens it."""
+        self.known.add(who.tenant, info.id)
         return {
             "templateID": info.labels.get(TEMPLATE, info.template),
             "sandboxID": ids.sandbox_id(info.id),
@@ -358,7 +396,7 @@ class Sandboxes:
             "envdVersion": ENVD_VERSION,
             "envdAccessToken": self.tokens.make(ids.ACCESS, who.tenant, info.id),
             "trafficAccessToken": self.tokens.make(ids.TRAFFIC, who.tenant, info.id),
-            "domain": self.settings.domain,
+            "domain": await self.domain(),
         }
 
     def listed(self, info: SessionInfo) -> dict[str, Any]:
@@ -380,11 +418,12 @@ class Sandboxes:
             "volumeMounts": [],
         }
 
-    def detailed(self, who: Principal, info: SessionInfo) -> dict[str, Any]:
+    async def detailed(self, who: Principal, info: SessionInfo) -> dict[str, Any]:
         """A sandbox by itself."""
+        self.known.add(who.tenant, info.id)
         return self.listed(info) | {
             "envdAccessToken": self.tokens.make(ids.ACCESS, who.tenant, info.id),
-            "domain": self.settings.domain,
+            "domain": await self.domain(),
             "allowInternetAccess": {"true": True, "false": False}.get(
                 info.labels.get(INTERNET, "")
             ),

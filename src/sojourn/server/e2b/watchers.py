@@ -32,6 +32,8 @@ from sojourn.wire.guest import WatchEvent
 MAX_EVENTS = 10_000
 MAX_WATCHERS = 100  # of one sandbox
 IDLE_SECONDS = 3600.0
+_BESIDE = b".sojourn-write-"
+"""How the supervisor names a file until it is whole."""
 _KINDS = {
     "created": "EVENT_TYPE_CREATE",
     "modified": "EVENT_TYPE_WRITE",
@@ -42,22 +44,41 @@ _KINDS = {
 }
 
 
-async def event_of(
-    guest: Guest, top: bytes, change: WatchEvent, entries: bool
-) -> dict[str, Any] | None:
-    """A change as clients see it; None for one they have no word for. Raises OutputTruncated when
-    changes were lost."""
-    if change.kind == "overflow":
-        raise OutputTruncated("changes came faster than they were read", next_step="List again.")
-    kind = _KINDS.get(change.kind)
-    if kind is None:
-        return None
-    event: dict[str, Any] = {"name": text(posixpath.relpath(change.path, top)), "type": kind}
-    if entries and change.kind not in ("removed", "renamed_from"):
-        with contextlib.suppress(NotFound):
-            stat = await guest.stat(change.path, follow=False)
-            event["entry"] = await entry(guest, stat, await users.accounts(guest))
-    return event
+class Translator:
+    """Changes as clients see them, from those of one watch in their order.
+
+    A file that is written through the agent is made beside its place and moved there: clients are
+    told of the file alone, that it is there and was written.
+    """
+
+    def __init__(self, guest: Guest, top: bytes, *, entries: bool) -> None:
+        self._guest = guest
+        self._top = top
+        self._entries = entries
+        self._moving = False
+
+    async def events(self, change: WatchEvent) -> list[dict[str, Any]]:
+        """What a change is told as. Raises OutputTruncated when changes were lost."""
+        if change.kind == "overflow":
+            raise OutputTruncated(
+                "changes came faster than they were read", next_step="List again."
+            )
+        kind = _KINDS.get(change.kind)
+        if kind is None:
+            return []
+        if posixpath.basename(change.path).startswith(_BESIDE):
+            self._moving = change.kind == "renamed_from"
+            return []
+        moved, self._moving = self._moving and change.kind == "renamed_to", False
+        event: dict[str, Any] = {
+            "name": text(posixpath.relpath(change.path, self._top)),
+            "type": kind,
+        }
+        if self._entries and change.kind not in ("removed", "renamed_from"):
+            with contextlib.suppress(NotFound):
+                stat = await self._guest.stat(change.path, follow=False)
+                event["entry"] = await entry(self._guest, stat, await users.accounts(self._guest))
+        return [event, event | {"type": "EVENT_TYPE_WRITE"}] if moved else [event]
 
 
 @contextlib.asynccontextmanager
@@ -146,19 +167,17 @@ class Watchers:
     ) -> None:
         try:
             async with meant(self._rooms, call, asked) as (guest, path):
+                translator = Translator(guest, path, entries=entries)
                 async for change in changes(guest, path, recursive=recursive):
                     if change is None:
                         watcher.ready.set_result(None)
                         continue
-                    event = await event_of(guest, path, change, entries)
-                    if event is None:
-                        continue
+                    watcher.events += await translator.events(change)
                     if len(watcher.events) >= MAX_EVENTS:
                         raise OutputTruncated(
                             f"more than {MAX_EVENTS} changes were not asked for",
                             next_step="List the directory again, and watch it anew.",
                         )
-                    watcher.events.append(event)
         except SojournError as error:
             watcher.error = error
             if not watcher.ready.done():
