@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sojourn.cli.main import run
 from sojourn.client import core
 from sojourn.errors import (
     Forbidden,
@@ -16,10 +17,11 @@ from sojourn.errors import (
     SessionNotFound,
     SojournError,
     Unauthenticated,
+    Unreachable,
     all_errors,
 )
 from sojourn.mcp import failures
-from sojourn.mcp.http import Guard, known_names
+from sojourn.mcp.http import Guard, known_names, listen
 from sojourn.mcp.own_sessions import Sessions, plain_name
 from sojourn.mcp.server import checked
 from sojourn.mcp.tools import TOOLS
@@ -177,6 +179,39 @@ def test_whose_session_a_call_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Sessions(server, Settings("all"))
     assert chosen.of_call(None, "a", "x") is chosen.of_call(None, None, "y")
     assert plain_name("\u00e9\u00e9") == "client" and len(plain_name("x" * 99)) == 30
+
+
+@pytest.mark.parametrize("more", [[], ["--http", "127.0.0.1:0"]])
+def test_without_a_server_it_says_what_to_do(
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("SOJOURN_URL", "SOJOURN_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SOJOURN_DATA", str(tmp_path))
+    assert run(["mcp", *more]) == Unreachable.exit_code
+    told = capsys.readouterr()
+    assert told.out == "" and "sojourn up" in told.err and "Traceback" not in told.err
+    monkeypatch.setenv("SOJOURN_URL", "http://127.0.0.1:1")  # named, and nobody there
+    assert run(["mcp", *more]) == Unreachable.exit_code
+
+
+def test_wrong_usage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").write_text("\n")
+    for wrong in (
+        ["--token-file", str(tmp_path / "empty")],
+        ["--http", "127.0.0.1:0", "--token-file", str(tmp_path / "empty")],
+        ["--http", "127.0.0.1:0", "--token-file", str(tmp_path / "none")],
+        ["--allow-host", "x"],
+        ["--network", "everything"],
+    ):
+        assert run(["mcp", *wrong]) == InvalidRequest.exit_code, wrong
+    assert capsys.readouterr().out == ""
+    for address in ("127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000", ":0", "192.0.2.1:0"):
+        with pytest.raises(InvalidRequest, match="cannot listen"):
+            listen(address)
 
 
 def test_the_page_lists_every_tool_and_what_it_may_do() -> None:

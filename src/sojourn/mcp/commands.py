@@ -295,7 +295,7 @@ async def process_output(call: Call, given: arguments.ProcessOutput) -> results.
         text=shown.text,
         encoding=shown.encoding,
         offset=offset,
-        size=size,
+        size=max(size, offset + len(data)),  # it goes on writing
         next_offset=after if after < size or process.running else None,
         running=process.running,
         exit_code=process.exit_code,

@@ -131,6 +131,8 @@ class OwnSession:
             session = await self._server.sessions().get(self.id)
             if session.state in {"running", "paused"}:
                 await asyncio.wait_for(session.suspend(), _SUSPEND_SECONDS)
+        except SessionNotFound:
+            return  # deleted: nothing is left to put away
         except (SojournError, TimeoutError) as error:
             _log.warning("the session %s was not suspended: %s", self.name, error)
 
