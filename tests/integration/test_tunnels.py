@@ -286,7 +286,8 @@ async def _dialing(guest: GuestLink, gateway: TunnelGateway) -> None:
         tunnel = gateway.opened[-1]
         assert (tunnel.host, tunnel.port) == (token, port)
         await eventually(lambda seen=tunnel: seen.received == 2, "its data")
-        tunnel.to_send, tunnel.end_due = b"out", True
+        tunnel.to_send += b"out"
+        tunnel.end_due = True
         assert await anext(told) == "out"
     with pytest.raises(Conflict, match="port 4003: Connection refused"):
         await guest.dial(bytes(16), 4003)
