@@ -102,9 +102,9 @@ class Control:
             raise Unreachable("the other process is gone")
         number = self._next
         self._next += 1
+        self._write(Envelope(number, body))
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        self._write(Envelope(number, body))
         return number, future
 
     async def _answer(self, number: int, body: Request) -> None:
