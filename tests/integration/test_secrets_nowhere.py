@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -47,6 +48,7 @@ def held(data: bytes, *values: str) -> list[bytes]:
 class Setting:
     def __init__(self, directory: Path, world: World, objects: Path) -> None:
         self.world = world
+        self.began = time.time() - 1.0
         self.server = ServerProcess(directory / "data", store=objects.as_uri())
         self.client = self.server.start(
             SOJOURN_EGRESS_NAMESPACE=world.namespace,
@@ -136,7 +138,9 @@ def test_a_secret_reaches_its_domains_and_lies_nowhere_else(
         assert not held(one.stdout + one.stderr, VALUE, NEXT)
     assert not held((tmp_path / "archive").read_bytes(), VALUE, NEXT)
     assert not held(setting.server.log(1 << 30).encode(), VALUE, NEXT)
-    files = _files(setting.server.data) + _files(Path(setting.server.store[len("file://") :]))
+    objects = Path(setting.server.store[len("file://") :])
+    files = _files(setting.server.data) + _files(objects, since=setting.began)
+    assert any(objects in path.parents for path in files)
     assert any(path.name == "sojourn.db-wal" for path in files)
     seen = False
     for path in files:
@@ -178,8 +182,10 @@ def _answers(client: Sojourn, session: Session) -> bytes:
     return found
 
 
-def _files(place: Path) -> list[Path]:
-    return [path for path in place.rglob("*") if path.is_file() and not path.is_symlink()]
+def _files(place: Path, since: float = 0.0) -> list[Path]:
+    """The files below a directory; those that were there before are the template's."""
+    found = [path for path in place.rglob("*") if path.is_file() and not path.is_symlink()]
+    return [path for path in found if path.stat().st_mtime >= since]
 
 
 def _shown_by_processes() -> list[int]:
