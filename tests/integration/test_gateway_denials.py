@@ -381,10 +381,15 @@ def test_there_are_many_ways() -> None:
 def test_there_is_no_way_out(rig: Rig, way: str) -> None:
     world = rig.world
     before = len(world.connections), len(world.requests)
+    asked = len(world.queries)
     found = rig.run(WAYS[way](rig))
     assert found == "reset" or found.startswith("refused") or found[:1] in "45", found
     reached = set(world.connections[before[0] :])
     assert not reached & _FORBIDDEN, reached
+    # A query that goes out is a way out, too.
+    for query in world.queries[asked:]:
+        assert "forbidden" not in query
+        assert query.endswith((".example.com", " example.com", ".example.org")), query
     for head in world.requests[before[1] :]:
         assert b"host: forbidden" not in head.lower()
         assert b"smuggled" not in head

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sojourn.errors import InvalidRequest, Unreachable
+from sojourn.errors import InvalidRequest, SandboxLost, Unreachable
 from sojourn.gateway import gateway as gateway_module
 from sojourn.gateway.control import Control
 from sojourn.gateway.messages import Attach, Began, Detach, Ended, Start
@@ -277,6 +277,11 @@ def test_a_detached_sandbox_is_cut_off(rig: Rig) -> None:
             await asyncio.wait_for(tunnel.read(), 5)
 
     rig.run(check())
+
+
+def test_a_sandbox_without_its_directory_is_told(rig: Rig) -> None:
+    with pytest.raises(SandboxLost):
+        rig.attach(POLICY, sandbox="absent/x")
 
 
 class _Server:

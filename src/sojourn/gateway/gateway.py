@@ -12,7 +12,7 @@ import os
 import socket
 from pathlib import Path
 
-from sojourn.errors import InvalidRequest
+from sojourn.errors import InvalidRequest, SandboxLost
 from sojourn.gateway.authority import Authority, open_authority
 from sojourn.gateway.control import Request
 from sojourn.gateway.inbound import Inbound
@@ -47,12 +47,14 @@ class _Attached:
         self._outbound = Outbound(self.scope, authority)
         self._carriers = Carriers(self._opened, MOST_TUNNELS)
         self._listener: asyncio.Server | None = None
+        self._inode = -1
 
     async def listen(self) -> None:
         """Answer at the sandbox's socket."""
         path = Path(self.attach.socket)
         path.unlink(missing_ok=True)
         bound = _bind(path)
+        self._inode = path.lstat().st_ino
         self._listener = await asyncio.get_running_loop().create_unix_server(
             self._carriers.protocol, sock=bound, backlog=_BACKLOG
         )
@@ -63,7 +65,10 @@ class _Attached:
             self._listener.close()
         self._carriers.close()
         with contextlib.suppress(OSError):
-            Path(self.attach.socket).unlink()
+            path = Path(self.attach.socket)
+            # Another process may listen there by now.
+            if path.lstat().st_ino == self._inode:
+                path.unlink()
 
     async def _opened(self, tunnel: Tunnel) -> None:
         if tunnel.kind is not Kind.INBOUND:
@@ -115,7 +120,13 @@ class Gateway:
         if known is not None:
             self.detach(attach.sandbox)
         attached = _Attached(attach, self._outside, self.authority, self._server, self.inbound)
-        await attached.listen()
+        try:
+            await attached.listen()
+        except OSError as error:
+            attached.close()
+            raise SandboxLost(
+                f"the sandbox's directory takes no socket: {error.strerror}"
+            ) from error
         self._attached[attach.sandbox] = attached
 
     def detach(self, sandbox: str) -> None:

@@ -199,6 +199,10 @@ class Outbound:
     async def _join(
         self, stream: Stream, host: Host, port: int, reached: Reached, ground: Ground, kind: str
     ) -> None:
+        verdict = reached.verdict
+        if not (verdict.raw if kind == "tcp" else not verdict.inspect):
+            reached.connection.reset()
+            raise Reset("the policy was changed meanwhile")
         ground.host, ground.port, ground.addresses = host, port, reached.addresses
         ground.raw = kind == "tcp"
         record = self._scope.recorder.new(

@@ -27,7 +27,7 @@ from sojourn.gateway.streams import Connection
 
 CONNECT_SECONDS = 10
 _RESOLVE_SECONDS = 5
-_THREADS = 32
+_THREADS = 64
 _MOST_ADDRESSES = 16
 _OWN_SECONDS = 2
 _CLONE_NEWNET = 0x40000000
@@ -52,7 +52,9 @@ class Outside:
         self.private: list[Network] = [parse_network(text) for text in private]
         self._nameservers = list(nameservers)
         self._namespace = None if namespace is None else _open_namespace(namespace)
-        self._pool = ThreadPoolExecutor(_THREADS, "outside", initializer=self._enter)
+        self._pool = ThreadPoolExecutor(_THREADS, "names", initializer=self._enter)
+        # Apart, so that no socket waits for a name server.
+        self._sockets = ThreadPoolExecutor(1, "sockets", initializer=self._enter)
         self._entered: OSError | None = None
         self._own: tuple[float, frozenset[Address]] = (0.0, frozenset())
         self.tls = ssl.create_default_context()
@@ -62,11 +64,12 @@ class Outside:
 
     async def check(self) -> None:
         """Raises HostUnfit when the namespace cannot be entered."""
-        await self._run(lambda: None)
+        await self._run(self._sockets, lambda: None)
 
     def close(self) -> None:
         """Let go."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._sockets):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._namespace is not None:
             os.close(self._namespace)
             self._namespace = None
@@ -83,7 +86,7 @@ class Outside:
     async def resolve(self, name: str) -> list[Address]:
         """All addresses of a name. Raises NoName, TimeoutError."""
         async with asyncio.timeout(CONNECT_SECONDS):
-            found = await self._run(lambda: self._lookup(name))
+            found = await self._run(self._pool, lambda: self._lookup(name))
         return found[:_MOST_ADDRESSES]
 
     async def connect(
@@ -110,7 +113,7 @@ class Outside:
         if self._namespace is None:
             sock = _socket(family)
         else:
-            sock = await self._run(lambda: _socket(family))
+            sock = await self._run(self._sockets, lambda: _socket(family))
         try:
             await loop.sock_connect(sock, (str(address), port))
             _, connection = await loop.create_connection(
@@ -124,7 +127,7 @@ class Outside:
             raise
         return connection
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         def inside() -> T:
             if self._entered is not None:
                 raise HostUnfit(
@@ -134,7 +137,7 @@ class Outside:
                 )
             return work()
 
-        return await asyncio.get_running_loop().run_in_executor(self._pool, inside)
+        return await asyncio.get_running_loop().run_in_executor(pool, inside)
 
     def _enter(self) -> None:
         if self._namespace is None:

@@ -6,6 +6,7 @@ next request, and connections it no longer allows are reset at once.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ from sojourn.gateway.rules import Verdict, judge_addresses, judge_host
 from sojourn.gateway.streams import Connection, Stream
 from sojourn.model.network import NetworkPolicy
 from sojourn.wire.tunnels import Refusal
+
+_RESOLVING = 8
 
 
 class Denied(Exception):
@@ -76,6 +79,8 @@ class Scope:
         self.pace_out = Pace(policy.bytes_per_second)
         self.pace_in = Pace(policy.bytes_per_second)
         self.grounds: set[Ground] = set()
+        # Slow name servers of one session hold up no other.
+        self._resolving = asyncio.Semaphore(_RESOLVING)
 
     def update(self, policy: NetworkPolicy, granted: Sequence[Granted]) -> None:
         """Another policy holds from now on."""
@@ -128,7 +133,8 @@ class Scope:
         else:
             assert host.name is not None
             try:
-                found = await self.outside.resolve(host.name)
+                async with self._resolving:
+                    found = await self.outside.resolve(host.name)
             except NoName as error:
                 raise Unreached(f"{host} cannot be resolved", Refusal.NAME) from error
             except TimeoutError as error:
