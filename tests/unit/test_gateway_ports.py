@@ -539,3 +539,21 @@ def test_a_dial_that_is_given_up_is_told() -> None:
         writer.close()
 
     run(work)
+
+
+def test_a_port_that_is_told_again_goes_on() -> None:
+    async def work(rig: PortRig) -> None:
+        port = await rig.expose(socket_echo)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head(more=ACCESS + "Connection: Upgrade\r\nUpgrade: websocket\r\n"))
+        await reader.readuntil(b"early")
+        exposed = rig.ports.find(SESSION, 8000)
+        assert exposed is not None
+        rig.channel.send(exposed.told)
+        await asyncio.sleep(0.05)
+        assert rig.ports.find(SESSION, 8000) is exposed and len(exposed.clients) == 1
+        writer.write(b"ping")
+        assert await reader.readexactly(4) == b"ping"
+        writer.close()
+
+    run(work)

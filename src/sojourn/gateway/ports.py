@@ -42,6 +42,7 @@ class Exposed:
     """One exposed port, and what is going on at it."""
 
     def __init__(self, told: channel.Expose) -> None:
+        self.told = told
         self.id = told.id
         self.session = told.session
         self.port = told.port
@@ -188,6 +189,9 @@ class Ports:
                 assert listener is not None
                 self._listen("", listener, None)
             case channel.Expose():
+                known = self._exposed.get(message.id)
+                if known is not None and known.told == message and listener is None:
+                    return  # told again; what is under way there goes on
                 exposed = self._exposed[message.id] = Exposed(message)
                 if listener is not None:
                     self._listen(message.id, listener, exposed)
