@@ -95,6 +95,13 @@ from sojourn.cli.databases import database_option
     " [SOJOURN_EGRESS_ROOTS]",
 )
 @click.option(
+    "--e2b-internet",
+    envvar="SOJOURN_E2B_INTERNET",
+    is_flag=True,
+    help="Let sandboxes of E2B's clients reach the internet where they do not say whether they may."
+    " [SOJOURN_E2B_INTERNET]",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -115,6 +122,7 @@ def command(
     egress_nameservers: str | None,
     egress_private: str | None,
     egress_roots: Path | None,
+    e2b_internet: bool,
     log_level: str,
 ) -> None:
     import logging
@@ -124,6 +132,7 @@ def command(
     from sojourn.cli.stores import store_location, store_secret
     from sojourn.model.paths import data_directory
     from sojourn.server.app import run
+    from sojourn.server.e2b.sandboxes import Settings
     from sojourn.server.gateways import egress_settings
     from sojourn.server.ports import PortSettings
     from sojourn.server.replication import StoreSettings
@@ -149,4 +158,5 @@ def command(
         lambda: open_service(place, settings, egress, ports=exposed, database_at=database_at),
         data=place,
         address=listen,
+        e2b=Settings(internet=e2b_internet),
     )

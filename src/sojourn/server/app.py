@@ -32,6 +32,7 @@ from sojourn.server.answers import Shutdown, internal_error
 from sojourn.server.base import SessionService
 from sojourn.server.e2b.app import E2B
 from sojourn.server.e2b.ids import load_key
+from sojourn.server.e2b.sandboxes import Settings
 from sojourn.server.endpoints import Endpoint, build
 from sojourn.server.openapi import openapi_handler
 from sojourn.server.routes import (
@@ -176,13 +177,14 @@ def make_server(
     *,
     ready: Callable[[], None] = lambda: None,
     e2b_key: bytes | None = None,
+    e2b: Settings | None = None,
 ) -> uvicorn.Server:
     """A server of the API, not yet started; `serve(sockets=[...])` runs it. With `e2b_key`, of
     which the tokens of sandboxes are made, E2B's clients are answered too."""
     shutdown = Shutdown()
     app: Any = create_app(service, shutdown=shutdown)
     if e2b_key is not None:
-        app = E2B(app, service, e2b_key, shutdown)
+        app = E2B(app, service, e2b_key, shutdown, e2b)
     config = uvicorn.Config(
         app,
         loop="none",
@@ -264,6 +266,7 @@ async def serve(
     data: Path,
     address: str,
     ready: Callable[[str], None],
+    e2b: Settings | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `ready` is called with the URL once requests are answered."""
     found, url = listen(address)
@@ -271,7 +274,7 @@ async def serve(
         stack.callback(found.close)
         service = await stack.enter_async_context(open_service())
         stack.enter_context(published_address(data, url))
-        server = make_server(service, ready=lambda: ready(url), e2b_key=load_key(data))
+        server = make_server(service, ready=lambda: ready(url), e2b_key=load_key(data), e2b=e2b)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.handle_exit, number, None)
@@ -284,6 +287,7 @@ def run(
     *,
     data: Path,
     address: str,
+    e2b: Settings | None = None,
 ) -> None:
     """Serve in this process, saying `ready URL` on standard output."""
     import uvloop
@@ -293,4 +297,4 @@ def run(
         sys.stdout.flush()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(open_service, data=data, address=address, ready=ready))
+        runner.run(serve(open_service, data=data, address=address, ready=ready, e2b=e2b))

@@ -8,14 +8,18 @@ storage, hold for one sandbox alone, and say nothing to whoever lacks the key.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
 from pathlib import Path
 
 from sojourn.server.base import Principal
+
+log = logging.getLogger(__name__)
 
 _SESSION = "ses_"
 _SANDBOX = "ses-"
@@ -38,22 +42,25 @@ def session_id(sandbox: str) -> str | None:
 
 
 def load_key(data: Path) -> bytes:
-    """The key that tokens are made from: a file of the data directory, made when it is new."""
+    """The key that tokens are made from: a file of the data directory, made when it is new. Where
+    it cannot be written the tokens of now end with the server, which serves all the same."""
     place = data / "e2b.key"
-    try:
+    with contextlib.suppress(FileNotFoundError):
         key = place.read_bytes()
         if len(key) == KEY_BYTES:
             return key
-    except FileNotFoundError:
-        pass
     key = secrets.token_bytes(KEY_BYTES)
     fresh = data / f".e2b.key.{os.getpid()}"
-    descriptor = os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(key)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.rename(place)
+    try:
+        descriptor = os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(place)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        log.error("tokens of sandboxes will not outlive this server: %s: %s", place, error.strerror)
     return key
 
 
