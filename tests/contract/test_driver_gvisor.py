@@ -85,6 +85,29 @@ def test_older_and_newer_runsc_are_driven_by_command(
     assert again.ok("read /file") == "text"
 
 
+def test_memory_of_before_there_was_a_network_is_restored(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images lie in stores for long: those taken with the runtime's own empty network go on."""
+    with monkeypatch.context() as before:
+        before.setattr(
+            "sojourn.node.isolation.gvisor._network_flags",
+            lambda: ["--network=none", "--net-disconnect-ok"],
+        )
+        box = rig.started()
+        box.ok("write /file text")
+        box.detach()
+        image = rig.base / "image"
+        image.mkdir()
+        rig.driver.freeze(box.spec)
+        rig.driver.checkpoint(box.spec, image)
+    rig.end(box)
+    again = rig.box(over=box)
+    rig.driver.restore(again.spec, image)
+    again.attach()
+    assert again.ok("read /file") == "text"
+
+
 def test_a_kernel_that_does_not_answer_is_not_alive(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
