@@ -90,6 +90,10 @@ def test_every_tool_works_and_the_session_is_put_away(own: ServerProcess) -> Non
             failed = await use(client, "run_code", code="1/0")
             assert failed["error"].startswith("ZeroDivisionError")
 
+            code = "class P:\n    def _repr_png_(self): return b'png bytes'\nP()"
+            shown = (await client.call_tool("run_code", {"code": code})).content[1]
+            assert (shown.type, base64.b64decode(shown.data)) == ("image", b"png bytes")
+
             text = "gr\u00fc\u00dfe\n"
             await use(client, "file_write", path="/srv/deep/a.txt", content=text)
             told = await use(client, "file_read", path="/srv/deep/a.txt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sojourn.cli.main import run
 from sojourn.client import core
 from sojourn.errors import (
     Forbidden,
+    HostUnfit,
     InvalidRequest,
     SessionNotFound,
     SojournError,
@@ -196,6 +198,21 @@ def test_without_a_server_it_says_what_to_do(
     assert told.out == "" and "sojourn up" in told.err and "Traceback" not in told.err
     monkeypatch.setenv("SOJOURN_URL", "http://127.0.0.1:1")  # named, and nobody there
     assert run(["mcp", *more]) == Unreachable.exit_code
+
+
+def test_without_the_library_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sojourn.mcp
+    import sojourn.mcp.stdio
+
+    for name in ("http", "stdio"):
+        monkeypatch.delattr(sojourn.mcp, name)
+        monkeypatch.delitem(sys.modules, f"sojourn.mcp.{name}")
+    monkeypatch.setitem(sys.modules, "mcp.server.transport_security", None)
+    monkeypatch.setitem(sys.modules, "mcp.server.stdio", None)
+    assert run(["mcp"]) == HostUnfit.exit_code
+    assert "sojourn[mcp]" in capsys.readouterr().err
 
 
 def test_wrong_usage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
