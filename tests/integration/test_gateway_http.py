@@ -171,6 +171,32 @@ def test_a_websocket_passes_through(rig: Rig) -> None:
     assert rig.run(rig.ended(1))[0].status == 101
 
 
+def test_streams_at_the_same_time_keep_their_bytes_apart(rig: Rig) -> None:
+    async def one(seed: int) -> None:
+        data = random.Random(seed).randbytes(400_000)
+        tls = await rig.tls("example.com", 443, "example.com")
+        await tls.write(
+            request("example.com", "/upgrade", "Connection: Upgrade", "Upgrade: websocket")
+        )
+        found = (await tls.until(b"\r\n\r\n")).partition(b"\r\n\r\n")[2]
+
+        async def send() -> None:
+            for at in range(0, len(data), 50_000):
+                await tls.write(data[at : at + 50_000])
+
+        sending = asyncio.ensure_future(send())
+        while len(found) < len(data):
+            found += await tls.read()
+        await sending
+        assert found == data
+        tls.tunnel.close()
+
+    async def run() -> None:
+        await asyncio.gather(*(one(seed) for seed in range(6)))
+
+    rig.run(run())
+
+
 def test_a_websocket_that_tells_a_secret_is_reset(rig: Rig) -> None:
     async def run() -> None:
         tls = await rig.tls("example.com", 443, "example.com")
