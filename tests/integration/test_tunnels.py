@@ -428,6 +428,7 @@ async def test_without_a_network_stack_of_its_own_the_proxy_is_served(
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         pytest.skip("no bwrap")
+    sandboxes.driver.close()
     sandboxes.driver = BubblewrapDriver(  # type: ignore[assignment]
         Path(bwrap), sandboxes.base / "weaker", f"{sandboxes.scope}w"
     )

@@ -135,6 +135,7 @@ class Sandboxes:
             self.driver.destroy(spec)
         self.driver.sweep(set())
         mounts.cleanup_mounts(self.base)
+        self.driver.close()
 
 
 Hosted = Callable[[GuestLink, HostedSupervisor, Path], Awaitable[None]]
