@@ -24,7 +24,7 @@ ORDER BY began_at, id LIMIT :limit;
 
 -- name: effects_between
 -- Those before snapshots that lead to `tip` and not to `base`, and with `session` what it did since
--- its last snapshot.
+-- its last snapshot. The empty text keeps planners from trying every snapshot for each effect.
 WITH RECURSIVE line (id, parent) AS (
     SELECT id, parent FROM snapshots WHERE id = :tip
     UNION ALL
@@ -37,8 +37,10 @@ kept (id, parent) AS (
 found (id) AS (
     SELECT effect FROM snapshot_effects
     WHERE snapshot IN (SELECT id FROM line EXCEPT SELECT id FROM kept)
-    EXCEPT
-    SELECT effect FROM snapshot_effects WHERE snapshot IN (SELECT id FROM kept)
+        AND NOT EXISTS (
+            SELECT 1 FROM snapshot_effects AS before
+            WHERE before.effect = snapshot_effects.effect
+                AND before.snapshot || '' IN (SELECT id FROM kept))
     UNION
     SELECT id FROM effects WHERE session = :session AND pending)
 SELECT effect, snapshot, lasting, count(*) OVER () FROM effects
