@@ -276,6 +276,15 @@ def test_bytes_that_move_keep_a_session_awake_and_silence_does_not(
     session.delete()
 
 
+def test_what_a_request_changed_is_in_a_snapshot_of_its_own(web: Session) -> None:
+    before = {one.id for one in web.history()}
+    assert ask(port_of(web), "write") == (200, b"written")
+    (taken,) = eventually(lambda: [one for one in web.history() if one.id not in before])
+    assert taken.kind == "auto"
+    changed = {change.path for change in web.diff(a=taken.parent, b=taken.id).changes}
+    assert "/srv/written" in changed
+
+
 def test_the_address_of_a_deleted_session_is_nobodys(ports_server: ServerProcess) -> None:
     client = ports_server.client()
     first = serving(client, "again")

@@ -37,6 +37,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/count":
             count += 1
             self.answer(b"%d %d" % (count, os.getpid()))
+        elif self.path == "/write":
+            with open("/srv/written", "a") as file:
+                file.write("more\n")
+            self.answer(b"written")
         elif self.path == "/headers":
             self.answer(str(self.headers).encode())
         else:
