@@ -26,6 +26,7 @@ from sojourn.server.branches import Branches
 from sojourn.server.verbs import Verbs
 from support.durable import REPLICATION_POINTS  # tests/faults/test_replication_crashes.py
 from support.histories_machine import Machine, await_true
+from support.images import MadeImage, layer, member
 from support.servers import ServerProcess, eventually
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(120)]
@@ -408,11 +409,44 @@ class Import(Operation):
             world.check(session)
 
 
+class Template(Operation):
+    """A template of a session's present state: one version, however often it is asked for."""
+
+    verb = "template"
+    body: ClassVar = {"name": "crashed"}
+
+    def goal(self, world: World, answer: Answer) -> None:
+        world.check(world.session)
+        assert world.client.templates.get("crashed").versions == [1]
+        world.check(world.client.sessions.create(template="crashed"))
+        world.client.templates.remove("crashed")
+
+
+class BuildImage(Operation):
+    """A template of an image that is sent; a version that was made before the crash may be there
+    twice, as only the answer was lost."""
+
+    answers = (201,)
+
+    def prepare(self, world: World) -> None:
+        pass
+
+    def request(self, world: World) -> Answer | None:
+        image = MadeImage([layer([member("marker", b"here")])]).archive()
+        return call(world.server, "POST", "/v1/templates/crashed", image, world.key)
+
+    def goal(self, world: World, answer: Answer) -> None:
+        found = world.client.templates.get("crashed")
+        assert found.version == answer[1]["version"] == 1
+        world.client.templates.remove("crashed")
+
+
 OPERATIONS: dict[str, Operation] = {
     kind.__name__: kind()
     for kind in (
         *(Create, Pause, Thaw, Restore, Snapshot, SnapshotPaused, Suspend, SuspendPaused),
         *(Rollback, Promote, Fork, ForkShelved, Delete, DeletePaused, Turn, Thin, Lost, Import),
+        *(Template, BuildImage),
     )
 }
 
@@ -444,6 +478,8 @@ CASES: list[tuple[str, list[str]]] = [
     ("Delete", ["end.kill", "end.rename", "collect.row", "collect.manifest"]),
     ("DeletePaused", ["delete.abort"]),
     ("Import", ["import.received", "import.take", "import.publish", "import.commit"]),
+    ("Template", ["template.captured", "template.published", "template.commit"]),
+    ("BuildImage", ["template.received", "template.unpacked"]),
     ("Lost", ["stop.kill", "salvage.take", "lost.salvage", "lost.commit"]),
 ]
 POINTS = [(operation, point) for operation, points in CASES for point in points]

@@ -151,6 +151,7 @@ PROGRAMS = (
     "id",
     "env",
     "cp",
+    "mv",
     "rm",
     "mkdir",
     "readlink",

@@ -7,6 +7,7 @@ is refused or cut off makes no template.
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import click
 
@@ -74,6 +75,7 @@ def _show(found: TemplateInfo) -> None:
             ("starts it", "yes" if found.start else None),
             *((f"env {name}", value) for name, value in sorted(found.env.items())),
             *((f"label {name}", value) for name, value in sorted(found.labels.items())),
+            ("left out", found.left_out or None),
             ("durable", moment(found.durable_at) if found.durable_at else "not yet"),
         ]
     )
@@ -85,12 +87,30 @@ def _show(found: TemplateInfo) -> None:
         "Make a version of template NAME. FROM is oci:DIR[:TAG] (an OCI layout),"
         " docker-archive:FILE[:TAG] or oci-archive:FILE[:TAG], or REGISTRY/NAME:TAG (or @DIGEST),"
         " fetched with the logins of Docker's configuration; or --from-session SESSION: its present"
-        " state, running processes included; or --file CONTAINERFILE. Prints NAME@VERSION."
+        " state, running processes included; or --file CONTAINERFILE, whose steps run in a session."
+        " Prints NAME@VERSION."
     ),
 )
 @click.argument("name")
 @click.argument("source", metavar="[FROM]", required=False)
 @click.option("--from-session", metavar="SESSION", help="Make it of a session's present state.")
+@click.option(
+    "-f", "--file", "file", type=click.Path(path_type=Path), help="Build as a Containerfile says."
+)
+@click.option(
+    "--context",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The directory that COPY reads.  [default: that of the file]",
+)
+@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Value of an ARG.")
+@click.option(
+    "--network",
+    type=click.Choice(["none", "open"]),
+    default="none",
+    show_default=True,
+    help="What RUN reaches.",
+)
+@click.option("--no-cache", is_flag=True, help="Run every step again.")
 @click.option("--cold", is_flag=True, help="With --from-session: files alone, no processes.")
 @click.option("--start", is_flag=True, help="Sessions start the image's command by themselves.")
 @click.option(
@@ -102,28 +122,47 @@ def build(
     name: str,
     source: str | None,
     from_session: str | None,
+    file: Path | None,
+    context: Path | None,
+    arguments: tuple[str, ...],
+    network: str,
+    no_cache: bool,
     cold: bool,
     start: bool,
     platform: str | None,
     insecure: bool,
     as_json: bool,
 ) -> None:
-    if (source is None) == (from_session is None):
-        raise click.UsageError("Give FROM or --from-session.")
+    if sum(one is not None for one in (source, from_session, file)) != 1:
+        raise click.UsageError("Give one of FROM, --from-session and --file.")
     if cold and from_session is None:
         raise click.UsageError("--cold goes with --from-session.")
     client = connect()
     with working(f"Building {safe(name)}", quiet=as_json) as renew:
+
+        def tell(done: int, total: int | None) -> None:
+            of = f" of {size(total)}" if total else ""
+            renew(f"Building {name}: {size(done)}{of}")
+
         if from_session is not None:
             session = client.sessions.get(from_session)
             made = session.to_template(name, memory=not cold, start=start or None)
+        elif file is not None:
+            made = client.templates.build_file(
+                name,
+                file,
+                context or file.parent,
+                arguments=dict(_argument(one) for one in arguments),
+                network={"mode": network},
+                start=start,
+                cache=not no_cache,
+                insecure=insecure,
+                on_step=lambda line, text, known: renew(
+                    f"Building {name}, line {line}{' (known)' if known else ''}: {text[:60]}"
+                ),
+            )
         else:
             assert source is not None
-
-            def tell(done: int, total: int | None) -> None:
-                of = f" of {size(total)}" if total else ""
-                renew(f"Building {name}: {size(done)}{of}")
-
             made = client.templates.build(
                 name,
                 source,
@@ -133,6 +172,13 @@ def build(
                 on_progress=tell,
             )
     emit(made, as_json, lambda: click.echo(_name(made)))
+
+
+def _argument(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise click.UsageError(f"--arg is NAME=VALUE, not {text!r}.")
+    return name, value
 
 
 @template.command(

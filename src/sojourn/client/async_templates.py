@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sojourn.client import core_templates
 from sojourn.client.async_transport import AsyncTransport
 from sojourn.client.core_templates import Progress
 from sojourn.wire.api import TemplateInfo
+
+if TYPE_CHECKING:
+    from sojourn.client.core_builds import OnStep
+    from sojourn.client.core_networks import NetworkLike
+    from sojourn.client.core_sessions import LimitsLike
 
 
 class AsyncTemplates:
@@ -44,6 +52,59 @@ class AsyncTemplates:
         async with core_templates.aopened(source, platform, insecure) as sent:
             content = core_templates.atold(sent, on_progress)
             plan = core_templates.build(name, content, sent.tag, sent.source, start)
+            return await self._transport.run(plan)
+
+    async def build_file(
+        self,
+        name: str,
+        file: str | Path = "Containerfile",
+        context: str | Path = ".",
+        *,
+        arguments: Mapping[str, str] | None = None,
+        network: NetworkLike | None = None,
+        limits: LimitsLike | None = None,
+        start: bool = False,
+        cache: bool = True,
+        insecure: bool = False,
+        on_step: OnStep | None = None,
+    ) -> TemplateInfo:
+        """Make a version of a template as a Containerfile says: its steps run in a session, with
+        `network` (none, unless that is given) and `limits`, and COPY reads `context`. Steps whose
+        outcome is known are not run again, unless `cache` is false. FROM names a template, or an
+        image as in `build`, which becomes template `NAME-base`.
+
+        Raises ContainerfileInvalid (details.line; of a failed RUN also its output)."""
+        from sojourn.client import core_builds  # only where it is needed
+
+        instructions = core_builds.read(file, context, arguments or {})
+        source = core_builds.base_of(instructions)
+        if core_builds.is_image(source):
+            base = await self._base(f"{name}-base", source, insecure)
+        else:
+            base = await self.get(source)
+        plan = core_builds.build(
+            name,
+            instructions,
+            base,
+            network=network,
+            limits=limits,
+            start=start,
+            cache=cache,
+            carry=core_templates.in_threads,
+            on_step=on_step,
+        )
+        return await self._transport.run(plan)
+
+    async def _base(self, name: str, source: str, insecure: bool) -> TemplateInfo:
+        """The template of an image that FROM names, made anew only where the image is another."""
+        from sojourn.client import core_builds  # only where it is needed
+
+        async with core_templates.aopened(source, None, insecure) as sent:
+            known = await self._transport.run(core_builds.present_base(name, sent))
+            if known is not None:
+                return known
+            content = core_templates.atold(sent, None)
+            plan = core_templates.build(name, content, sent.tag, sent.source, False)
             return await self._transport.run(plan)
 
     async def remove(self, ref: str) -> None:

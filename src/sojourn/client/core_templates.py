@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from sojourn.client.core import (
@@ -78,11 +78,16 @@ def told(sent: Sent, progress: Progress | None) -> Iterator[bytes]:
             progress(done, sent.size)
 
 
-async def atold(sent: Sent, progress: Progress | None) -> AsyncIterator[bytes]:
-    """`told`, read in threads: a registry may be slow."""
-    pieces = told(sent, progress)
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+async def in_threads(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Pieces that take time to read, without holding up the event loop."""
+    waiting = iter(pieces)
+    while (piece := await asyncio.to_thread(next, waiting, None)) is not None:
         yield piece
+
+
+def atold(sent: Sent, progress: Progress | None) -> AsyncIterator[bytes]:
+    """`told`, for the other transport."""
+    return in_threads(told(sent, progress))
 
 
 def opened(

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sojourn.client import core_templates
 from sojourn.client.core_templates import Progress
 from sojourn.client.transport import Transport
 from sojourn.wire.api import TemplateInfo
+
+if TYPE_CHECKING:
+    from sojourn.client.core_builds import OnStep
+    from sojourn.client.core_networks import NetworkLike
+    from sojourn.client.core_sessions import LimitsLike
 
 
 class Templates:
@@ -44,6 +52,59 @@ class Templates:
         with core_templates.opened(source, platform, insecure) as sent:
             content = core_templates.told(sent, on_progress)
             plan = core_templates.build(name, content, sent.tag, sent.source, start)
+            return self._transport.run(plan)
+
+    def build_file(
+        self,
+        name: str,
+        file: str | Path = "Containerfile",
+        context: str | Path = ".",
+        *,
+        arguments: Mapping[str, str] | None = None,
+        network: NetworkLike | None = None,
+        limits: LimitsLike | None = None,
+        start: bool = False,
+        cache: bool = True,
+        insecure: bool = False,
+        on_step: OnStep | None = None,
+    ) -> TemplateInfo:
+        """Make a version of a template as a Containerfile says: its steps run in a session, with
+        `network` (none, unless that is given) and `limits`, and COPY reads `context`. Steps whose
+        outcome is known are not run again, unless `cache` is false. FROM names a template, or an
+        image as in `build`, which becomes template `NAME-base`.
+
+        Raises ContainerfileInvalid (details.line; of a failed RUN also its output)."""
+        from sojourn.client import core_builds  # only where it is needed
+
+        instructions = core_builds.read(file, context, arguments or {})
+        source = core_builds.base_of(instructions)
+        if core_builds.is_image(source):
+            base = self._base(f"{name}-base", source, insecure)
+        else:
+            base = self.get(source)
+        plan = core_builds.build(
+            name,
+            instructions,
+            base,
+            network=network,
+            limits=limits,
+            start=start,
+            cache=cache,
+            carry=iter,
+            on_step=on_step,
+        )
+        return self._transport.run(plan)
+
+    def _base(self, name: str, source: str, insecure: bool) -> TemplateInfo:
+        """The template of an image that FROM names, made anew only where the image is another."""
+        from sojourn.client import core_builds  # only where it is needed
+
+        with core_templates.opened(source, None, insecure) as sent:
+            known = self._transport.run(core_builds.present_base(name, sent))
+            if known is not None:
+                return known
+            content = core_templates.told(sent, None)
+            plan = core_templates.build(name, content, sent.tag, sent.source, False)
             return self._transport.run(plan)
 
     def remove(self, ref: str) -> None:

@@ -41,12 +41,14 @@ _MACHINES = ("amd64", "arm64", "arm", "386", "ppc64le", "riscv64", "s390x")
 
 class Sent(msgspec.Struct, frozen=True):
     """An image on its way: `pieces` of a tar, `tag` the image in it that is meant (None: the only
-    one), `source` what to tell of where it came from, `size` of the tar where it is known."""
+    one), `source` what to tell of where it came from, `size` of the tar and `digest` of the image's
+    manifest where they are known."""
 
     pieces: Iterator[bytes]
     tag: str | None
     source: str
     size: int | None
+    digest: str | None = None
 
 
 def parse_platform(text: str | None) -> Platform:
@@ -161,7 +163,7 @@ def as_tar(blob: Blob, top: Descriptor, platform: Platform, source: str) -> Sent
             yield padding(layer.size)
         yield END
 
-    return Sent(pieces(), None, source, total)
+    return Sent(pieces(), None, source, total, found.digest)
 
 
 def _header(name: str, size: int) -> bytes:

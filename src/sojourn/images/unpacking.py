@@ -23,7 +23,7 @@ from sojourn.store.copying import disk_errors
 from sojourn.store.manifests import Entry as Stored
 from sojourn.store.trees import Directories
 from sojourn.store.views import View
-from sojourn.wire.tar import Decoder, Entry, EntryEnd
+from sojourn.wire.tar import END, Decoder, Entry, EntryEnd, encode_entry
 
 MAX_ENTRIES = 1_000_000
 MAX_BYTES = 128 << 30
@@ -66,6 +66,10 @@ class Unpacker:
                 layers.append(ref)
         if not layers:
             raise ImageInvalid("the image holds no file")
+        made = self._directory(image, layers)
+        if made is not None:
+            keep(made.id)
+            layers.append(made)
         if len(layers) > LONG_CHAIN:
             low = layers[: LONG_CHAIN - 1]
             merged = self._store.squash(layers[LONG_CHAIN - 1 :], low)
@@ -74,6 +78,17 @@ class Unpacker:
                 keep(merged.id)
                 layers = [*low, merged]
         return Unpacked(layers, self._left_out)
+
+    def _directory(self, image: Image, layers: list[LayerRef]) -> LayerRef | None:
+        """The directory that commands start in, where the image names one and has none: whoever
+        runs images makes it."""
+        told = image.document.config
+        path = os.fsencode(told.working_dir or "").strip(b"/") if told else b""
+        view = View([self._store.manifest(one.id) for one in layers])
+        if not path or b"\0" in path or view.lookup(path) is not None:
+            return None
+        made = encode_entry(Entry(path, "dir", 0o755)) + END
+        return self._layer(Layer("the image's directory", lambda: iter([made])), layers)
 
     def _layer(self, layer: Layer, below: list[LayerRef]) -> LayerRef:
         view = View([self._store.manifest(one.id) for one in below]) if below else None

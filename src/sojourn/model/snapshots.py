@@ -44,7 +44,8 @@ class ImageConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a template's version comes from, and what its image says of itself beyond environment,
     user and directory. `source` is what was asked for, `digest` that of the image's manifest.
     `entrypoint` and `cmd` are offered, and run by themselves only where `start` is said; `step` is
-    the key of a step of a Containerfile, by which it is found again."""
+    the key of a step of a Containerfile, by which it is found again; `left_out` counts devices and
+    attributes of the image that no sandbox takes."""
 
     source: str
     digest: str | None = None
@@ -53,6 +54,7 @@ class ImageConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     labels: dict[str, str] = {}
     start: bool = False
     step: str | None = None
+    left_out: int = 0
 
 
 class SnapshotConfig(msgspec.Struct, frozen=True, omit_defaults=True):

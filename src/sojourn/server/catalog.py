@@ -169,5 +169,6 @@ class Catalog:
             cmd=image.cmd if image else [],
             start=image.start if image else False,
             labels=image.labels if image else {},
+            left_out=image.left_out if image else 0,
             durable_at=record.durable_at,
         )

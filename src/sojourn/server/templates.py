@@ -133,10 +133,15 @@ class Templates:
             found, document, digest = await in_thread(unpack, stop)
             faultpoints.reach("template.unpacked")
             config = config_of(document, name, source or "an archive", digest, start)
+            assert config.image is not None
+            config = msgspec.structs.replace(
+                config,
+                base_layers=len(found.layers),
+                image=msgspec.structs.replace(config.image, left_out=found.left_out),
+            )
             built = Built(found.layers, None, config, self._context.agent.default_driver)
-            details = {"left_out": found.left_out} if found.left_out else {}
             async with self._context.guard.publishing():
-                return await self._publish(who.tenant, name, built, who.actor, details)
+                return await self._publish(who.tenant, name, built, who.actor, {})
         finally:
             held.close()
             file.close()
@@ -381,7 +386,8 @@ def config_of(
         labels=(told.labels if told else None) or {},
         start=start,
     )
-    user = (told.user if told else None) or "root"
+    # The group of a user is the one the image's own list of users says.
+    user = ((told.user if told else None) or "").partition(":")[0] or "root"
     try:
         check_map("env", env, env=True)
         check_map("labels", image.labels, env=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 
 from sojourn import faultpoints
 from sojourn.database.records import SnapshotRecord
-from sojourn.database.writes import InsertSnapshot, SettleEffects
+from sojourn.database.writes import AppendEvent, InsertSnapshot, SettleEffects
 from sojourn.errors import (
     CaptureFailed,
     CaptureRefused,
@@ -36,6 +37,7 @@ from sojourn.server.placements import Placements, hook_events, suspended_changes
 from sojourn.server.registry import ActiveSession
 from sojourn.server.snapshots import Snapshots
 from sojourn.server.views import snapshot_info
+from sojourn.wire.guest import ProcessSpec
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class Verbs:
                     run.finish(None),
                     run.event(after=base.id, template=session.template, name=session.name),
                 )
+                await self._start_command(active, base)
             except Exception as error:
                 # Whatever it was, the session must not stay `creating` with nobody at work on it.
                 cause = error.message if isinstance(error, SojournError) else repr(error)
@@ -92,6 +95,46 @@ class Verbs:
                     *([InsertSnapshot(record)] if record is not None else []),
                 )
                 raise
+
+    async def _start_command(self, active: ActiveSession, base: Snapshot) -> None:
+        """Start what a template's image is for, where the template says so. The session is there
+        whether it starts or not; the event log tells."""
+        image = base.config.image
+        argv = [*image.entrypoint, *image.cmd] if image is not None and image.start else []
+        if not argv or base.memory is not None:
+            return  # with memory it runs already, or was ended by whoever made the template
+        details: dict[str, Any] = {"argv": argv}
+        result = "ok"
+        try:
+            sandbox = self._context.sandbox(active)
+            cwd = base.config.cwd
+            state = await sandbox.guest.start(
+                ProcessSpec(
+                    argv=[os.fsencode(word) for word in argv],
+                    env={
+                        os.fsencode(name): os.fsencode(value)
+                        for name, value in sandbox.environment.items()
+                    },
+                    cwd=os.fsencode(cwd) if cwd else None,
+                    user=base.config.user,
+                    tag="command",
+                )
+            )
+            details["process"] = state.id
+        except SojournError as error:
+            result = error.code
+            details["message"] = error.message
+            log.warning("session %s: its template's command: %s", active.id, error.message)
+        await self._context.database.append_event(
+            AppendEvent(
+                session=active.id,
+                kind="command.start",
+                result=result,
+                details=details,
+                before=base.id,
+                after=base.id,
+            )
+        )
 
     async def _base(self, run: Run, session: Session) -> Snapshot:
         """The first snapshot of a session: what its template holds, running processes too."""

@@ -420,6 +420,7 @@ class TemplateInfo(msgspec.Struct, frozen=True):
     cmd: list[str] = []
     start: bool = False
     labels: dict[str, str] = {}
+    left_out: int = 0
     durable_at: float | None = None
 
 

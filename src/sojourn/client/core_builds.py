@@ -1,0 +1,303 @@
+"""Building a template from a Containerfile, step by step in a session.
+
+Guarantee: each step runs in a sandbox as any command does; what it left is kept under a key over
+the step, what it stands on and what it reads, so the same step is not run twice; a step that fails
+makes no version. The session of the build is removed, also when a step fails; of a client that goes
+away it removes itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sojourn.client import core_files, core_sessions, core_templates
+from sojourn.client.core import JSON_TYPE, Content, Plan, Request, decode, json_body, session_path
+from sojourn.client.core_networks import NetworkLike
+from sojourn.client.core_sessions import LimitsLike
+from sojourn.errors import ContainerfileInvalid, TemplateNotFound
+from sojourn.images.containerfiles import Step, parse
+from sojourn.images.contexts import Context
+from sojourn.wire.api import ExecRequest, ExecResult, TemplateInfo, TemplateRequest
+
+if TYPE_CHECKING:
+    from sojourn.images.sources import Sent
+
+_TAIL = 4000
+_LIFETIME = 6 * 3600.0
+_FORMAT = 1
+
+OnStep = Callable[[int, str, bool], object]
+"""Called before each step with its line, what it says, and whether what it left is known."""
+
+
+class Instructions(msgspec.Struct, frozen=True):
+    """What to build: the text of a Containerfile, the directory that COPY reads, values of ARGs."""
+
+    text: str
+    context: Path
+    arguments: Mapping[str, str] = {}
+
+
+class _State(msgspec.Struct):
+    """What the steps so far made of the configuration."""
+
+    env: dict[str, str]
+    user: str
+    cwd: str
+    entrypoint: list[str]
+    cmd: list[str]
+    labels: dict[str, str]
+    arguments: dict[str, str]
+
+
+def read(file: str | Path, context: str | Path, arguments: Mapping[str, str]) -> Instructions:
+    """The instructions in a file. Raises ContainerfileInvalid."""
+    path = Path(file)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContainerfileInvalid(f"{path} cannot be read: {error}") from error
+    if not Path(context).is_dir():
+        raise ContainerfileInvalid(f"{context} is no directory")
+    return Instructions(text, Path(context), arguments)
+
+
+def base_of(instructions: Instructions) -> str:
+    """What FROM names. Raises ContainerfileInvalid."""
+    return parse(instructions.text, instructions.arguments).base
+
+
+def present_base(name: str, sent: Sent) -> Plan[TemplateInfo | None]:
+    """The template that an image which FROM names became earlier, where it is still that one."""
+    try:
+        found = yield from core_templates.template(name)
+    except TemplateNotFound:
+        return None
+    return found if sent.digest is not None and found.digest == sent.digest else None
+
+
+def is_image(base: str) -> bool:
+    """Whether FROM names an image and no template."""
+    return "/" in base or ":" in base
+
+
+def build(
+    name: str,
+    instructions: Instructions,
+    base: TemplateInfo,
+    *,
+    network: NetworkLike | None,
+    limits: LimitsLike | None,
+    start: bool,
+    cache: bool,
+    carry: Callable[[Iterable[bytes]], Content],
+    on_step: OnStep | None,
+) -> Plan[TemplateInfo]:
+    """Build and publish. `carry` makes of pieces what the transport sends."""
+    builder = _Builder(name, instructions, base, network, limits, cache, carry, on_step)
+    try:
+        made = yield from builder.run(start)
+    except Exception:
+        yield from builder.end()
+        raise
+    yield from builder.end()
+    return made
+
+
+class _Builder:
+    def __init__(
+        self,
+        name: str,
+        instructions: Instructions,
+        base: TemplateInfo,
+        network: NetworkLike | None,
+        limits: LimitsLike | None,
+        cache: bool,
+        carry: Callable[[Iterable[bytes]], Content],
+        on_step: OnStep | None,
+    ) -> None:
+        self._name = name
+        self._steps = parse(instructions.text, instructions.arguments).steps
+        self._context = Context(instructions.context)
+        self._network = network
+        self._limits = limits
+        self._cache = cache
+        self._carry = carry
+        self._on_step = on_step
+        self._session: str | None = None
+        self._reference = base.name if base.version is None else f"{base.name}@{base.version}"
+        self._key = _key(None, [_FORMAT, self._reference, base.layer, base.created_at])
+        self._state = _State(
+            env=dict(base.env),
+            user=base.user,
+            cwd=base.cwd,
+            entrypoint=base.entrypoint,
+            cmd=base.cmd,
+            labels=dict(base.labels),
+            arguments={},
+        )
+
+    def run(self, start: bool) -> Plan[TemplateInfo]:
+        for step in self._steps:
+            yield from self._take(step)
+        ref = yield from self._running()
+        request = self._request(
+            None, f"a Containerfile on {self._reference.partition('@step-')[0]}"
+        )
+        request = msgspec.structs.replace(request, start=start)
+        made = yield from core_templates.from_session(ref, request, None)
+        return made
+
+    def end(self) -> Plan[None]:
+        if self._session is not None:
+            ref, self._session = self._session, None
+            yield from core_sessions.delete(ref)
+
+    def _take(self, step: Step) -> Plan[None]:
+        state = self._state
+        if step.name == "RUN":
+            said = [step.words, state.arguments]
+            yield from self._kept(step, said, lambda ref: self._execute(step, ref))
+        elif step.name == "COPY":
+            yield from self._copy(step)
+        elif step.name == "WORKDIR":
+            path = step.words[0]
+            state.cwd = path if path.startswith("/") else f"{state.cwd.rstrip('/')}/{path}"
+            yield from self._kept(
+                step, [state.cwd], lambda ref: self._make_directory(ref, state.cwd)
+            )
+        else:
+            self._configure(step)
+            if self._on_step is not None:
+                self._on_step(step.line, f"{step.name} {step.text}", True)
+
+    def _configure(self, step: Step) -> None:
+        state = self._state
+        match step.name:
+            case "ENV":
+                state.env |= dict(step.pairs)
+            case "ARG":
+                state.arguments |= dict(step.pairs)
+            case "LABEL":
+                state.labels |= dict(step.pairs)
+            case "USER":
+                state.user = step.words[0]
+            case "ENTRYPOINT":
+                state.entrypoint, state.cmd = step.words, []
+            case "CMD":
+                state.cmd = step.words
+
+    def _copy(self, step: Step) -> Plan[None]:
+        copy = self._context.copy(step.line, step.words, self._state.cwd, step.flags.get("chmod"))
+        owner = step.flags.get("chown", "0:0")
+        owner = owner if ":" in owner else f"{owner}:{owner}"
+
+        def work(ref: str) -> Plan[None]:
+            yield from self._make_directory(ref, copy.into)
+            yield from core_files.upload(ref, copy.into, self._carry(copy.pieces()), owner=owner)
+
+        yield from self._kept(step, [copy.into, copy.digest, owner], work)
+
+    # -- steps that change files ------------------------------------------------------------
+
+    def _kept(self, step: Step, said: Any, work: Callable[[str], Plan[None]]) -> Plan[None]:
+        """Do a step, unless what it left is there."""
+        state = self._state
+        around = [state.env, state.user, state.cwd]
+        self._key = _key(self._key, [step.name, said, around])
+        reference = f"{self._name}@step-{self._key}"
+        known = self._cache and (yield from _exists(reference))
+        if self._on_step is not None:
+            self._on_step(step.line, f"{step.name} {step.text}", bool(known))
+        if known:
+            yield from self.end()  # a session stands where it stands: the next step starts anew
+            self._reference = reference
+            return
+        ref = yield from self._running()
+        yield from work(ref)
+        request = self._request(self._key, f"line {step.line}")
+        yield from core_templates.from_session(ref, request, None)
+        self._reference = reference
+
+    def _running(self) -> Plan[str]:
+        """The session of the build, at the state of the last step."""
+        if self._session is None:
+            info = yield from core_sessions.create(
+                template=self._reference,
+                name=None,
+                labels={"building": self._name},
+                env=None,
+                limits=self._limits,
+                policy={
+                    "auto_snapshot": "off",
+                    "idle_timeout": None,
+                    "max_lifetime": _LIFETIME,
+                    "on_expiry": "delete",
+                },
+                network=self._network,
+                driver=None,
+                user="root",
+                cwd="/",
+                key=None,
+            )
+            self._session = info.id
+        return self._session
+
+    def _execute(self, step: Step, ref: str) -> Plan[None]:
+        state = self._state
+        body = ExecRequest(
+            argv=step.words,
+            env=state.arguments | state.env,
+            cwd=state.cwd or None,
+            user=state.user,
+        )
+        path = f"{session_path(ref)}/exec"
+        response = yield Request(b"POST", path, (JSON_TYPE,), json_body(body), timeout=None)
+        done: ExecResult = decode(response, ExecResult)
+        if done.exit_code != 0:
+            said = (done.stdout + done.stderr)[-_TAIL:].decode("utf-8", "replace")
+            raise ContainerfileInvalid(
+                f"line {step.line}: RUN ended with exit code {done.exit_code}",
+                next_step="What it said is in the error's details (`output`).",
+                line=step.line,
+                exit_code=done.exit_code,
+                output=said,
+            )
+
+    def _make_directory(self, ref: str, path: str) -> Plan[None]:
+        yield from core_files.mkdir(ref, path, mode=0o755, parents=True)
+
+    def _request(self, step: str | None, source: str) -> TemplateRequest:
+        state = self._state
+        return TemplateRequest(
+            name=self._name,
+            memory=False,
+            env=state.env,
+            user=state.user,
+            cwd=state.cwd or None,
+            entrypoint=state.entrypoint,
+            cmd=state.cmd,
+            labels=state.labels,
+            step=step,
+            source=source,
+        )
+
+
+def _exists(reference: str) -> Plan[bool]:
+    try:
+        yield from core_templates.template(reference)
+    except TemplateNotFound:
+        return False
+    return True
+
+
+def _key(before: str | None, said: Any) -> str:
+    """The key of a step: over the one before and all that decides what it does."""
+    text = json.dumps([before, said], sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
