@@ -11,9 +11,17 @@ import pytest
 
 from sojourn.database import Database, open_database
 from sojourn.errors import InvalidRequest, SecretNotFound, SecretsKeyInvalid, TooLarge
-from sojourn.model.network import NetworkPolicy, SecretPlace, SecretUse
+from sojourn.gateway.messages import MAX_FRAME, Attach, Envelope, Granted
+from sojourn.model.network import NetworkPolicy, NetworkRule, SecretPlace, SecretUse
 from sojourn.server.base import Principal
-from sojourn.server.secrets import MAX_VALUE, Secrets, secret_environment
+from sojourn.server.network_checks import MAX_NAMES, MAX_PORTS, MAX_RULES, MAX_SECRETS
+from sojourn.server.secrets import (
+    MAX_DOMAINS,
+    MAX_USES,
+    MAX_VALUE,
+    Secrets,
+    secret_environment,
+)
 from sojourn.wire.api import SetSecret
 
 WHO = Principal("ten_a", "someone", "tenant")
@@ -133,6 +141,7 @@ def test_values_are_one_line(tmp_path: Path, value: str) -> None:
     "use",
     [
         SecretUse([]),
+        SecretUse(["a.example.com"] * (MAX_DOMAINS + 1)),
         SecretUse(["*"]),
         SecretUse(["*.com"]),
         SecretUse(["*.co.uk"]),
@@ -166,3 +175,24 @@ def test_uses_that_mean_nothing_are_refused(tmp_path: Path, use: SecretUse) -> N
 
 def test_inside_stands_a_placeholder() -> None:
     assert secret_environment(NetworkPolicy(secrets=["TOKEN"])) == {"TOKEN": "sojourn-secret-TOKEN"}
+
+
+def test_the_largest_policy_fits_into_one_message() -> None:
+    name = ".".join(["a" * 62] * 4)
+    rules = [
+        NetworkRule(f"r{number}", [name] * (MAX_NAMES // MAX_RULES), [], [65535] * MAX_PORTS)
+        for number in range(MAX_RULES)
+    ]
+    domains = [name] * (MAX_DOMAINS // MAX_USES)
+    uses = [SecretUse(domains, SecretPlace.TEMPLATE, "n" * 100, "t" * 1000)] * MAX_USES
+    names = [f"{'S' * 60}{number:04}" for number in range(MAX_SECRETS)]
+    attach = Attach(
+        sandbox="s" * 40,
+        session="s" * 40,
+        tenant="t" * 40,
+        epoch=2**62,
+        socket="/" * 4096,
+        policy=NetworkPolicy(rules=rules, secrets=names),
+        secrets=[Granted(one, uses, "v" * MAX_VALUE) for one in names],
+    )
+    assert len(msgspec.msgpack.encode(Envelope(2**62, attach))) < MAX_FRAME

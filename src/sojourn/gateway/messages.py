@@ -11,7 +11,7 @@ import msgspec
 from sojourn.errors import ErrorBody
 from sojourn.model.network import Effect, NetworkPolicy, SecretUse
 
-MAX_FRAME = 1 << 20
+MAX_FRAME = 4 << 20  # more than the largest policy with as many secrets as it may name
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

@@ -27,9 +27,9 @@ from sojourn.server.network_checks import is_shared
 from sojourn.server.secret_store import SecretStore, open_secret_store
 from sojourn.wire.api import SecretInfo, SetSecret
 
-MAX_VALUE = 16 << 10
-MAX_USES = 20
-MAX_DOMAINS = 50
+MAX_VALUE = 8 << 10
+MAX_USES = 8
+MAX_DOMAINS = 32  # of all its uses
 _KIND = "secret"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
@@ -55,11 +55,13 @@ def check_uses(uses: list[SecretUse]) -> list[SecretUse]:
     """What a secret is used for, in the form it is kept in. Raises InvalidRequest."""
     if not 1 <= len(uses) <= MAX_USES:
         raise InvalidRequest(f"a secret has 1 to {MAX_USES} uses", field="uses")
+    if sum(len(use.domains) for use in uses) > MAX_DOMAINS:
+        raise InvalidRequest(f"a secret has at most {MAX_DOMAINS} domains", field="uses")
     checked = []
     for number, use in enumerate(uses):
         where = f"uses[{number}]"
-        if not 1 <= len(use.domains) <= MAX_DOMAINS:
-            raise InvalidRequest(f"a use names 1 to {MAX_DOMAINS} domains", field=where)
+        if not use.domains:
+            raise InvalidRequest("a use names at least one domain", field=where)
         _check_place(use, where)
         domains = [_domain(domain, f"{where}.domains") for domain in use.domains]
         checked.append(msgspec.structs.replace(use, domains=domains))
