@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from sojourn import (
     EffectsInTheWay,
@@ -24,6 +25,7 @@ from sojourn import (
     Sojourn,
     allow,
 )
+from sojourn.cli.main import cli
 from support.gateway_world import ALLOWED, NAMESERVER, OTHER, World
 from support.servers import ServerProcess, eventually
 
@@ -333,6 +335,44 @@ def test_what_left_is_on_record_and_told_at_a_rollback(client: Sojourn, outside:
         assert session.rollback(after).left_behind is None
 
 
+def test_the_command_line_shows_and_sets_it(
+    outside: Outside, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SOJOURN_URL", outside.server.url)
+    monkeypatch.setenv("SOJOURN_TOKEN", outside.server.token)
+
+    def sojourn(*words: str) -> tuple[str, str]:
+        result = CliRunner().invoke(cli, words, standalone_mode=False)
+        assert result.exception is None, result.output
+        return result.stdout, result.stderr
+
+    made, _ = sojourn("session", "create", "--network", "allow=api.example.com,echo.example.com:7")
+    id = made.strip()
+    shown, _ = sojourn("session", "network", id)
+    assert "allowlist" in shown and "echo.example.com port 7" in shown
+    policy = tmp_path / "policy.json"
+    policy.write_text(
+        '{"mode": "allowlist", "on_effects": "refuse",'
+        ' "rules": [{"name": "api", "domains": ["api.example.com"]}]}'
+    )
+    shown, _ = sojourn("session", "network", id, "--set", str(policy), "--json")
+    assert json.loads(shown)["on_effects"] == "refuse"
+    sojourn("session", "snapshot", id, "--label", "before")
+    session = outside.client.sessions.get(id)
+    assert fetch(session, "https://api.example.com/orders", "-d", "x=1") == "200"
+    listed, _ = sojourn("session", "effects", id)
+    assert "POST" in listed and "api.example.com:443/orders" in listed
+    with pytest.raises(EffectsInTheWay):
+        session.rollback("before")
+    _, told = sojourn("session", "rollback", id, "before", "--force")
+    assert "1 request that cannot be taken back: POST api.example.com/orders 200" in told
+    shown, _ = sojourn("session", "get", id)
+    assert "api.example.com" in shown
+    shown, _ = sojourn("status")
+    assert "gateway" in shown
+    session.delete()
+
+
 def test_a_policy_can_refuse_to_leave_them_behind(client: Sojourn, outside: Outside) -> None:
     with made(client, allow("api.example.com", on_effects="refuse")) as session:
         session.snapshot("before")
@@ -383,21 +423,6 @@ def test_hooks_are_run_and_on_record(client: Sojourn) -> None:
         (child,) = session.fork()
         assert child.exec("tail -1 /root/hooks").text == "post-resume fork\n"
         child.delete()
-
-
-def test_an_imported_session_has_no_network_and_says_so(
-    allowed: Session, client: Sojourn, tmp_path: Path
-) -> None:
-    archive = tmp_path / "archive"
-    allowed.export(archive)
-    taken = client.sessions.import_(archive, name="imported")
-    try:
-        assert taken.network == NetworkPolicy()
-        (event,) = [one for one in taken.events() if one.kind == "imported"]
-        assert event.details["network"] == "none"
-        assert event.details["network_before"] == "allowlist"
-    finally:
-        taken.delete()
 
 
 def test_a_restart_of_the_server_keeps_the_network(outside: Outside) -> None:

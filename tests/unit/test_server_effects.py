@@ -17,6 +17,7 @@ from sojourn.errors import EffectsInTheWay, InvalidRequest, SessionNotFound
 from sojourn.gateway.messages import Began, Ended
 from sojourn.model import Session, new_id
 from sojourn.model.network import Effect, NetworkPolicy, OnEffects
+from sojourn.repository.session_records import SessionRecord, decode_session
 from sojourn.server.effects import Effects, effect_line, require_none, told
 from sojourn.server.networks import inherited, network_environment
 from sojourn.server.registry import Registry
@@ -235,6 +236,18 @@ def test_forks_get_secrets_only_where_that_was_said() -> None:
     assert inherited(policy).secrets == []
     shared = msgspec.structs.replace(policy, secrets_in_forks=True)
     assert inherited(shared) == shared
+
+
+def test_a_policy_goes_with_the_record_in_the_object_store() -> None:
+    policy = NetworkPolicy(secrets=["KEY"], on_effects=OnEffects.REFUSE)
+    session = make_session(network=policy)
+    record = SessionRecord(session, [], 0.0, "srv")
+    found = decode_session(msgspec.msgpack.encode(record), session.id)
+    assert found.session.network == policy
+    older = msgspec.to_builtins(record)
+    del older["session"]["network"]  # as written before there was one
+    found = decode_session(msgspec.msgpack.encode(older), session.id)
+    assert found.session.network == NetworkPolicy()
 
 
 def test_variables_of_commands() -> None:
