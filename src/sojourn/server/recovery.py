@@ -26,6 +26,7 @@ from sojourn.repository.inventory import survey
 from sojourn.repository.repository import SHARED, Repository
 from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
 from sojourn.server.data import data_lock
+from sojourn.server.rejoining import rejoin
 from sojourn.server.sources import RepositorySource
 from sojourn.store.local import LocalStore
 
@@ -47,7 +48,8 @@ class Recovered(msgspec.Struct, frozen=True):
 async def recover(
     data: Path, repository: Repository, *, database_at: str | None = None
 ) -> Recovered:
-    """Make database and manifests in an empty data directory.
+    """Make database and manifests in an empty data directory. A database that lies elsewhere and
+    was not lost is kept, and what it speaks of is brought back.
 
     Raises Conflict when it holds sessions already, HostUnfit when a server uses it, and the
     errors of the store. It may be repeated after it was cut off.
@@ -58,6 +60,11 @@ async def recover(
         try:
             await database.own()
             page = await database.list_sessions(None, limit=1, kind=None)
+            if page.items and database_at is not None and _outlived(database_at, data):
+                source = RepositorySource(repository)
+                store = await asyncio.to_thread(LocalStore, data / "store", source=source)
+                found = await rejoin(database, store, source, repository)
+                return Recovered(found.tenants, found.sessions, found.snapshots, found.faults)
             if page.items:
                 raise Conflict(
                     "the database holds sessions already",
@@ -69,6 +76,12 @@ async def recover(
             return await _Recovery(database, store, source, repository).run()
         finally:
             await database.close()
+
+
+def _outlived(database_at: str, data: Path) -> bool:
+    """Whether the data directory is new, and the database another place than it."""
+    elsewhere = "://" in database_at or not Path(database_at).absolute().is_relative_to(data)
+    return elsewhere and not (data / "token").exists()
 
 
 class _Recovery:
