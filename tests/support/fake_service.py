@@ -307,6 +307,10 @@ class FakeService:
 
         return self._operate(who, "", "create", key, request, work)
 
+    async def standing(self, who: Principal, ref: str) -> tuple[str, int]:
+        info = self._find(who, ref).info
+        return info.state, info.epoch
+
     async def usage(self, who: Principal, ref: str) -> Usage:
         self._find(who, ref)
         return Usage(0.0, 0)

@@ -141,6 +141,10 @@ class SessionService(Protocol):
     async def every(self) -> builtins.list[tuple[str, str]]:
         """Tenant and id of every session there is, whoever's they are."""
 
+    async def standing(self, who: Principal, ref: str) -> tuple[str, int]:
+        """State and epoch of a session, without a look at the database where that is not needed.
+        Raises SessionNotFound."""
+
     async def usage(self, who: Principal, ref: str) -> Usage:
         """What a running session uses. Raises WrongState for one that does not run."""
 

@@ -257,6 +257,11 @@ class Sessions:
             if cursor is None:
                 return found
 
+    async def standing(self, who: Principal, ref: str) -> tuple[str, int]:
+        """State and epoch of a session."""
+        active = await self._context.registry.find(who.tenant, ref)
+        return str(active.state), active.session.epoch
+
     async def usage(self, who: Principal, ref: str) -> Usage:
         """What a running session uses."""
         active = await self._context.registry.find(who.tenant, ref)

@@ -80,11 +80,11 @@ class Filesystem:
         """Stat: one file, a link as itself."""
         asked = connect.decode(await call.body(), OnePath)
         async with self._rooms.files(call, "stat", asked.path, mutates=False) as (guest, _, path):
-            return {"entry": await self._entry(guest, path)}
+            return {"entry": await self._entry(call, guest, path)}
 
-    async def _entry(self, guest: Guest, path: bytes) -> dict[str, Any]:
+    async def _entry(self, call: Call, guest: Guest, path: bytes) -> dict[str, Any]:
         stat = await guest.stat(path, follow=False)
-        return await entry(guest, stat, await users.accounts(guest))
+        return await entry(guest, stat, await self._rooms.accounts(guest, call))
 
     async def list_dir(self, call: Call) -> Any:
         """ListDir: what is in a directory, to some depth."""
@@ -93,7 +93,7 @@ class Filesystem:
             top = await guest.stat(path)
             if top.type != "dir":
                 raise FileConflict(f"path is not a directory: {text(path)}", next_step="")
-            known = await users.accounts(guest)
+            known = await self._rooms.accounts(guest, call)
             found: list[dict[str, Any]] = []
             async for stat in _below(guest, path, max(1, asked.depth)):
                 if len(found) >= MAX_ENTRIES:
@@ -117,7 +117,7 @@ class Filesystem:
                 raise FileConflict(
                     f"directory already exists: {text(path)}", next_step="", rpc="already_exists"
                 )
-            return {"entry": await self._entry(guest, path)}
+            return {"entry": await self._entry(call, guest, path)}
 
     async def move(self, call: Call) -> Any:
         """Move: also onto a file that is there."""
@@ -131,7 +131,7 @@ class Filesystem:
             await guest.stat(source, follow=False)
             await make_parents(guest, posixpath.dirname(target), who)
             await guest.move(source, target)
-            return {"entry": await self._entry(guest, target)}
+            return {"entry": await self._entry(call, guest, target)}
 
     async def remove(self, call: Call) -> Any:
         """Remove: a file or a whole directory; what is not there is no failure."""

@@ -24,7 +24,6 @@ from sojourn.server.e2b import ids
 from sojourn.server.e2b.calls import Call, answer, nothing
 from sojourn.server.e2b.failures import rpc_message
 from sojourn.server.e2b.rooms import Rooms
-from sojourn.server.e2b.sandboxes import environment
 from sojourn.wire.api import CodeRequest
 from sojourn.wire.code import CodeResult
 from sojourn.wire.guest import ProcessState
@@ -139,7 +138,7 @@ class Interpreters:
         """POST /execute."""
         asked = await call.json(Execute)
         _check_language(asked.language)
-        info = await self._rooms.enter(call)
+        shared = await self._rooms.enter(call)
         context = asked.context_id or DEFAULT
         request = CodeRequest(code=asked.code, context=context)
         check_code(request)
@@ -147,7 +146,7 @@ class Interpreters:
         if process is None:
             if context != DEFAULT:
                 raise NotFound(f"Context {context} not found", next_step="Create one.")
-            await self._begin(call, context, _HOME, environment(info))
+            await self._begin(call, context, _HOME, shared)
         return StreamAnswer(
             self._run(call, request, asked.env_vars or {}),
             call.shutdown,
@@ -204,10 +203,10 @@ class Interpreters:
         """POST /contexts."""
         asked = await call.json(NewContext)
         _check_language(asked.language)
-        info = await self._rooms.enter(call)
+        shared = await self._rooms.enter(call)
         context = uuid.uuid4().hex
         cwd = asked.cwd or _HOME
-        await self._begin(call, context, cwd, environment(info))
+        await self._begin(call, context, cwd, shared)
         return answer({"id": context, "language": LANGUAGE, "cwd": cwd}, 201)
 
     async def list(self, call: Call) -> ASGIApp:
@@ -232,10 +231,10 @@ class Interpreters:
     async def restart(self, call: Call) -> ASGIApp:
         """POST /contexts/{id}/restart."""
         context = call.groups["context"]
-        info = await self._rooms.enter(call)
+        shared = await self._rooms.enter(call)
         cwd = await self._cwd(call, await self._known(call, context))
         await self._end(call, context)
-        await self._begin(call, context, cwd, environment(info))
+        await self._begin(call, context, cwd, shared)
         return nothing()
 
     async def _cwd(self, call: Call, state: ProcessState) -> str:

@@ -26,8 +26,7 @@ from sojourn.server.e2b import connect, ids, users
 from sojourn.server.e2b.calls import Call
 from sojourn.server.e2b.drains import TAG, Drains
 from sojourn.server.e2b.rooms import Rooms
-from sojourn.server.e2b.sandboxes import environment
-from sojourn.wire.api import SessionInfo, SpawnRequest
+from sojourn.wire.api import SpawnRequest
 from sojourn.wire.guest import Output, ProcessState
 
 MAX_OUTPUT_FRAME = 256 * 1024
@@ -218,15 +217,15 @@ class Processes:
     async def _started(
         self, call: Call, asked: Start, timeout: float | None
     ) -> AsyncIterator[bytes]:
-        info = await self._rooms.enter(call)
-        request = await self._request(call, info, asked, timeout)
+        shared = await self._rooms.enter(call)
+        request = await self._request(call, shared, asked, timeout)
         tag = TAG + (asked.tag or "")
         state = await call.service.spawn(call.who, call.session, request, tag=tag)
         async for piece in self._followed(call, state, (0, 0)):
             yield piece
 
     async def _request(
-        self, call: Call, info: SessionInfo, asked: Start, timeout: float | None
+        self, call: Call, shared: dict[str, str], asked: Start, timeout: float | None
     ) -> SpawnRequest:
         user = users.user_of(call.header(b"authorization"))
         process = asked.process
@@ -235,12 +234,12 @@ class Processes:
             async with call.service.files(
                 call.who, call.session, "files.stat /etc/passwd", mutates=False
             ) as guest:
-                account = (await users.accounts(guest)).find(user)
+                account = (await self._rooms.accounts(guest, call)).find(user)
             cwd = users.place(cwd, account).decode("utf-8", "surrogateescape")
         env = {
             "E2B_SANDBOX": "true",
-            "E2B_SANDBOX_ID": ids.sandbox_id(info.id),
-            **environment(info),
+            "E2B_SANDBOX_ID": ids.sandbox_id(call.session),
+            **shared,
             **process.envs,
         }
         size = None

@@ -15,7 +15,7 @@ from sojourn.node.guest import Guest
 from sojourn.server.e2b import failures, ids, users
 from sojourn.server.e2b.calls import Call
 from sojourn.server.e2b.drains import Drains
-from sojourn.server.e2b.sandboxes import Sandboxes
+from sojourn.server.e2b.sandboxes import Sandboxes, environment
 from sojourn.wire.api import SessionInfo
 
 _REMEMBERED = 10_000
@@ -28,10 +28,24 @@ class Rooms:
         self._sandboxes = sandboxes
         self._drains = drains
         # Seen to have the default user, in which placement: a rollback may go behind that.
-        self._prepared: dict[str, int] = {}
+        self._prepared: dict[str, tuple[int, dict[str, str]]] = {}
+        self._users = users.Remembered()
 
-    async def enter(self, call: Call) -> SessionInfo:
-        """The sandbox, running. Raises Interrupted in the words the SDKs look for."""
+    async def enter(self, call: Call) -> dict[str, str]:
+        """Have the sandbox run; the variables its commands get beside the session's own. Raises
+        Interrupted in the words the SDKs look for."""
+        with contextlib.suppress(SessionNotFound):
+            state, epoch = await call.service.standing(call.who, call.session)
+            known = self._prepared.get(call.session)
+            if state == "running" and known is not None and known[0] == epoch:
+                return known[1]
+        info = await self._woken(call)
+        known = self._prepared.get(info.id)
+        if known is None or known[0] != info.epoch:
+            await self.prepare(call, info)
+        return environment(info)
+
+    async def _woken(self, call: Call) -> SessionInfo:
         name = ids.sandbox_id(call.session)
         try:
             info = await call.service.get(call.who, call.session)
@@ -44,8 +58,6 @@ class Rooms:
             await self._sandboxes.settled(call.who, info)
         elif info.state != "running":
             raise failures.not_running(name, f"it is {info.state}")
-        if self._prepared.get(info.id) != info.epoch:
-            await self.prepare(call, info)
         return info
 
     async def prepare(self, call: Call, info: SessionInfo) -> None:
@@ -57,7 +69,11 @@ class Rooms:
         await self._drains.resume(call.who, info.id)
         if len(self._prepared) >= _REMEMBERED:
             self._prepared.clear()
-        self._prepared[info.id] = info.epoch
+        self._prepared[info.id] = (info.epoch, environment(info))
+
+    async def accounts(self, guest: Guest, call: Call) -> users.Accounts:
+        """Who is in the sandbox."""
+        return await self._users.accounts(guest, call.session)
 
     @contextlib.asynccontextmanager
     async def files(
@@ -70,5 +86,5 @@ class Rooms:
         async with call.service.files(call.who, call.session, event, mutates=mutates) as guest:
             account = users.Account("root", 0, 0, "/root")
             if user != "root" or not path.startswith("/"):
-                account = (await users.accounts(guest)).find(user)
+                account = (await self.accounts(guest, call)).find(user)
             yield guest, account, users.place(path, account)
