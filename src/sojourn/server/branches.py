@@ -60,7 +60,7 @@ class Branches:
             try:
                 await self._keep_present(run, active)
                 await self._switch(run, active, target)
-            except SojournError:
+            except (SojournError, OSError):
                 await self._context.networks.apply(active)  # the old sandbox goes on
                 raise
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from sojourn.database.base import Database
-from sojourn.errors import InvalidRequest, SandboxLost, SojournError
+from sojourn.database.writes import AppendEvent
+from sojourn.errors import InvalidRequest, SandboxLost, SojournError, Unsupported
 from sojourn.gateway.messages import Attach, Granted
 from sojourn.model import Session, SessionState
 from sojourn.model.network import NetworkMode, NetworkPolicy
@@ -29,6 +30,7 @@ from sojourn.server.gateways import EgressSettings, Gateway
 from sojourn.server.network_checks import check_network
 from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.secrets import Secrets, secret_environment
+from sojourn.wire.guest import Reach
 from sojourn.wire.tunnels import SOCKET
 
 log = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class Networks:
     ) -> None:
         self._agent = agent
         self._registry = registry
+        self._database = database
         self._secrets = secrets
         self.settings = settings
         self.effects = Effects(database, registry)
@@ -132,6 +135,16 @@ class Networks:
             gateway=serve,
             environment=self._environment(session, record),
         )
+        if on and self._agent.find(record.sandbox, record.epoch).reach is Reach.OFF:
+            await self._database.append_event(
+                AppendEvent(
+                    session=session.id,
+                    kind="network.unavailable",
+                    result=Unsupported.code,
+                    details={"message": "its memory is of a version without a network"},
+                    before=session.head,
+                )
+            )
 
     async def adopted(self, session: Session) -> None:
         """A living sandbox was taken over. Raises SandboxLost."""

@@ -599,7 +599,7 @@ class Sessions:
             disk_free_bytes=usage.free,
             store_bytes=await asyncio.to_thread(allocated_bytes, context.store.root),
             objects=await self._objects(tenant),
-            gateway=context.networks.gateway.info(),
+            gateway=context.networks.gateway.info() if tenant is None else None,
         )
 
     async def _objects(self, tenant: str | None) -> ObjectStoreInfo | None:
