@@ -158,7 +158,7 @@ def test_an_outcome_nobody_can_tell_is_said_to_be_unknown(
     server: PostgresServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transactions, "PATIENCE", 0.5)
+    monkeypatch.setenv("SOJOURN_DATABASE_PATIENCE", "0.5")
 
     async def scenario() -> None:
         db = await open_database(proxy.url(harness.name))
@@ -253,15 +253,17 @@ def test_reads_wait_for_a_server_that_comes_back_and_fail_for_one_that_does_not(
             assert await db.get_session(None, session.id) == session
         finally:
             later.join()
-        monkeypatch.setattr(transactions, "PATIENCE", 0.3)
+        monkeypatch.setenv("SOJOURN_DATABASE_PATIENCE", "0.3")
+        hasty = await open_database(harness.location)
         server.kill()
         try:
             with pytest.raises(Unreachable) as refused:
-                await db.get_session(None, session.id)
+                await hasty.get_session(None, session.id)
             assert "does not answer" in refused.value.message
         finally:
             server.start()
-        assert await db.get_session(None, session.id) == session
+        assert await hasty.get_session(None, session.id) == session
+        await hasty.close()
 
     harness.run(scenario)
 

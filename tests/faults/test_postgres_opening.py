@@ -12,7 +12,7 @@ import pytest
 
 from sojourn.cli.databases import database_location
 from sojourn.database import Database, open_database
-from sojourn.database.postgres import connections, migrate, place, signals, transactions
+from sojourn.database.postgres import connections, migrate, place, signals
 from sojourn.database.writes import AppendEvent
 from sojourn.errors import HostUnfit, InvalidRequest, SojournError, StorageFull, Unreachable
 from sojourn.model import SessionState
@@ -140,7 +140,7 @@ def test_text_is_kept_as_utf8_or_not_at_all(server: PostgresServer) -> None:
 def test_a_password_is_in_no_error_and_in_no_log(
     url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transactions, "PATIENCE", 0.0)
+    monkeypatch.setenv("SOJOURN_DATABASE_PATIENCE", "0.0")
     caplog.set_level(logging.DEBUG)
     with pytest.raises(SojournError) as refused:
         asyncio.run(open_database(url))
@@ -194,13 +194,13 @@ def test_what_waiting_does_not_help_is_refused_at_once(
     where = f"{url.format(harness.name)}?host={harness.server.sockets}"
     with pytest.raises(HostUnfit, match=says):
         asyncio.run(open_database(where))
-    assert time.monotonic() - began < transactions.PATIENCE
+    assert time.monotonic() - began < place.PATIENCE_SECONDS
 
 
 def test_a_server_that_is_not_there_is_waited_for_and_then_told(
     harness: PostgresHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transactions, "PATIENCE", 0.3)
+    monkeypatch.setenv("SOJOURN_DATABASE_PATIENCE", "0.3")
     with pytest.raises(Unreachable, match="does not answer"):
         asyncio.run(open_database(f"postgresql://sojourn@/d?host={harness.server.sockets}/no"))
 

@@ -99,7 +99,7 @@ def test_sessions_outlive_server_database_and_machine(
 def test_a_server_without_its_database_says_so_and_goes_on_when_it_is_back(
     server: Server, postgres: PostgresServer
 ) -> None:
-    client = server.client()
+    client = server.restart(SOJOURN_DATABASE_PATIENCE="2")
     one = client.sessions.create(policy={"auto_snapshot": "off"})
     postgres.stop()
     with pytest.raises(Unreachable) as refused:

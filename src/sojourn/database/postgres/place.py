@@ -6,6 +6,7 @@ setting; a URL that cannot be read is refused without repeating a part of it.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -15,6 +16,9 @@ from psycopg.conninfo import conninfo_to_dict
 from sojourn.errors import InvalidRequest
 
 SCHEMES = ("postgresql://", "postgres://")
+
+PATIENCE = "SOJOURN_DATABASE_PATIENCE"
+PATIENCE_SECONDS = 30.0
 
 _DEFAULTS: dict[str, Any] = {
     "connect_timeout": 5,
@@ -30,10 +34,12 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Place(msgspec.Struct, frozen=True):
-    """`shown` is for people, `settings` are what libpq takes."""
+    """`shown` is for people, `settings` are what libpq takes, `patience` are the seconds in which a
+    server that is away is waited for."""
 
     shown: str
     settings: dict[str, Any]
+    patience: float = PATIENCE_SECONDS
 
 
 def read_place(url: str) -> Place:
@@ -53,7 +59,19 @@ def read_place(url: str) -> Place:
     where = f"{user}{hosts}{port}" if not hosts.startswith("/") else f"{user}{port}"
     socket = f"?host={hosts}" if hosts.startswith("/") else ""
     shown = f"postgresql://{where}/{given.get('dbname') or ''}{socket}"
-    return Place(shown, _DEFAULTS | {name: value for name, value in given.items() if value})
+    settings = _DEFAULTS | {name: value for name, value in given.items() if value}
+    return Place(shown, settings, _patience())
+
+
+def _patience() -> float:
+    given = os.environ.get(PATIENCE, "")
+    try:
+        seconds = float(given) if given else PATIENCE_SECONDS
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds <= 3600.0:
+        raise InvalidRequest(f"{PATIENCE} is {given!r}, not a number of seconds up to 3600")
+    return seconds
 
 
 def has_password(url: str) -> bool:

@@ -36,7 +36,6 @@ from sojourn.errors import Conflict, SojournError
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 30.0  # seconds a server may be away before a call fails
 LONGEST = 90.0  # seconds a transaction may take; each of its statements has a limit of its own
 _ATTEMPTS = 8  # of a transaction that meets others
 _PAUSES = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -72,10 +71,11 @@ class Transactions:
         self._connections = connections
         self._closing = closing
         self._shown = connections.place.shown
+        self._patience = connections.place.patience
 
     def run(self, task: Task) -> Any:
         """The work's result, committed. Raises what the work raises, and SojournErrors."""
-        given_up = time.monotonic() + PATIENCE
+        given_up = time.monotonic() + self._patience
         losses = meetings = 0
         while True:
             mark = new_mark()
@@ -104,7 +104,7 @@ class Transactions:
 
     def read(self, work: Callable[[Connection], Any], longest: float | None = None) -> Any:
         """The result of work that changes nothing, done anew where a connection was lost."""
-        given_up = time.monotonic() + PATIENCE
+        given_up = time.monotonic() + self._patience
         losses = 0
         while True:
             connection: Connection | None = None
@@ -136,7 +136,7 @@ class Transactions:
     def _committed(self, mark: str) -> bool:
         """Whether the transaction of a mark is committed; where not, it never will be. Not cut
         short by closing: the answer is worth the wait."""
-        given_up = time.monotonic() + PATIENCE
+        given_up = time.monotonic() + self._patience
         pauses = iter(_PAUSES)
         while True:
             connection: Connection | None = None
