@@ -126,6 +126,19 @@ def test_traffic_wakes_where_that_was_asked_for() -> None:
     box.kill()
 
 
+def test_pausing_and_connecting_at_once_comes_to_rest(box: Sandbox) -> None:
+    box.files.write("kept", "x")
+    for _ in range(3):
+        pausing = threading.Thread(target=box.pause)
+        pausing.start()
+        # Connected to is connected to: it runs, whatever was under way, unless a later pause came.
+        woken = Sandbox.connect(box.sandbox_id)
+        pausing.join()
+        if not woken.is_running():
+            woken = Sandbox.connect(box.sandbox_id)
+        assert woken.files.read("kept") == "x"
+
+
 def test_a_pause_without_memory(box: Sandbox) -> None:
     box.commands.run("echo 1 > kept; sleep 300 & echo $! > pid")
     assert box.pause(keep_memory=False) is True
@@ -199,6 +212,33 @@ def test_lists_by_page_state_and_metadata(shared_server: ServerProcess) -> None:
             client.sessions.get(own.id)
     for box in boxes:
         box.kill()
+
+
+def test_what_a_sandbox_may_reach_is_as_it_was_asked(shared_server: ServerProcess) -> None:
+    everything = ["0.0.0.0/0"]
+    asked: list[tuple[dict[str, Any], str, list[str]]] = [
+        ({}, "none", []),
+        ({"allow_internet_access": False}, "none", []),
+        ({"allow_internet_access": True}, "open", []),
+        (
+            {"network": {"deny_out": everything, "allow_out": ["*.a.example", "8.8.8.8"]}},
+            "allowlist",
+            ["*.a.example", "8.8.8.8/32"],
+        ),
+    ]
+    with shared_server.client() as client:
+        for options, mode, listed in asked:
+            box = Sandbox.create(timeout=60, **options)
+            session = client.sessions.get(str(session_id(box.sandbox_id)))
+            assert session.info.network.mode == mode
+            network = box.get_info().network
+            assert network is not None and network.get("allow_out") == listed
+            if mode == "none" and not options:
+                box.update_network({"allow_out": ["b.example"], "deny_out": everything})
+                assert session.refresh().network.rules[0].domains == ["b.example"]
+                box.update_network({"allow_internet_access": False})
+                assert session.refresh().network.mode == "none"
+            box.kill()
 
 
 def test_a_repeated_key_makes_one_sandbox() -> None:

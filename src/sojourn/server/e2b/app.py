@@ -281,9 +281,10 @@ class E2B:
             return Answer(failures.api_status(error), failures.api_body(error), [JSON])
         if style in (FILES, CODE):
             status = failures.file_status(error)
-            message = failures.rpc_message(error, sandbox)
+            stopping = self._shutdown.stopping
+            message = failures.rpc_message(error, sandbox, stopping=stopping)
             return Answer(status, connect.encode({"code": status, "message": message}), [JSON])
-        told = connect.error_object(error, sandbox)
+        told = connect.error_object(error, sandbox, stopping=self._shutdown.stopping)
         if style == STREAM and not isinstance(error, (NotFound, Unauthenticated)):
             headers = [(b"content-type", connect.STREAM.encode())]
             return Answer(200, connect.end(told), headers)

@@ -13,9 +13,10 @@ from urllib.parse import parse_qsl
 import msgspec
 from litestar.types import ASGIApp, Receive, Scope
 
-from sojourn.errors import InvalidRequest, TooLarge, Unreachable
+from sojourn.errors import InvalidRequest, SojournError, TooLarge, Unreachable
 from sojourn.server.answers import Answer, Shutdown
 from sojourn.server.base import Principal, SessionService
+from sojourn.server.e2b import connect, ids
 
 MAX_BODY = 8 * 1024 * 1024
 JSON = (b"content-type", b"application/json")
@@ -81,6 +82,11 @@ class Call:
             if len(parts) > MAX_BODY:
                 raise TooLarge(f"the body is over {MAX_BODY} bytes", limit=MAX_BODY)
         return bytes(parts)
+
+    def ended_with(self, error: SojournError) -> bytes:
+        """The end of a stream that failed."""
+        sandbox = ids.sandbox_id(self.session)
+        return connect.end(connect.error_object(error, sandbox, stopping=self.shutdown.stopping))
 
     async def json(self, kind: type[T]) -> T:
         """The body as a value of a schema. Raises InvalidRequest, TooLarge."""

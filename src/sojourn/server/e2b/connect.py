@@ -42,11 +42,11 @@ def end(error: dict[str, str] | None = None) -> bytes:
     return bytes([_END]) + len(body).to_bytes(4, "big") + body
 
 
-def error_object(error: SojournError, sandbox: str) -> dict[str, str]:
+def error_object(error: SojournError, sandbox: str, *, stopping: bool = False) -> dict[str, str]:
     """A failure as RPCs carry it."""
     return {
         "code": failures.rpc_code(error),
-        "message": failures.rpc_message(error, sandbox),
+        "message": failures.rpc_message(error, sandbox, stopping=stopping),
     }
 
 

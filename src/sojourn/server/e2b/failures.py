@@ -124,8 +124,11 @@ def rpc_code(error: SojournError) -> str:
     return "internal"
 
 
-def rpc_message(error: SojournError, sandbox: str) -> str:
-    """The message of an RPC's failure. A sandbox that is gone or asleep is said to be so."""
+def rpc_message(error: SojournError, sandbox: str, *, stopping: bool = False) -> str:
+    """The message of an RPC's failure. A sandbox that is gone or asleep is said to be so; where
+    the server stops, nothing is said of sandboxes, which go on."""
+    if stopping:
+        return text(error)
     if error.details.get("gone"):
         return error.message
     if isinstance(error, (SessionNotFound, Interrupted, WrongState, SandboxLost)):

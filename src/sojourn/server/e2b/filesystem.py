@@ -24,7 +24,7 @@ from sojourn.errors import (
 )
 from sojourn.node.guest import Guest
 from sojourn.server.answers import StreamAnswer
-from sojourn.server.e2b import connect, ids, users
+from sojourn.server.e2b import connect, users
 from sojourn.server.e2b.calls import Call
 from sojourn.server.e2b.entries import entry, text
 from sojourn.server.e2b.rooms import Rooms
@@ -150,13 +150,12 @@ class Filesystem:
     async def watch_dir(self, call: Call) -> ASGIApp:
         """WatchDir: changes below a directory, as they come."""
         asked = await connect.one_message(call.chunks(), Watch)
-        sandbox = ids.sandbox_id(call.session)
         return StreamAnswer(
             self._changes(call, asked),
             call.shutdown,
             media_type=connect.STREAM.encode(),
             heartbeat=_KEEPALIVE,
-            encode_error=lambda error: connect.end(connect.error_object(error, sandbox)),
+            encode_error=call.ended_with,
         )
 
     async def _changes(self, call: Call, asked: Watch) -> AsyncIterator[bytes]:
@@ -170,7 +169,7 @@ class Filesystem:
                     for event in await translator.events(change):
                         yield connect.envelope({"filesystem": event})
         except SojournError as error:
-            yield connect.end(connect.error_object(error, ids.sandbox_id(call.session)))
+            yield call.ended_with(error)
         else:
             yield connect.end()
 

@@ -160,7 +160,7 @@ class Interpreters:
         return _line(
             "error",
             name=type(error).__name__,
-            value=rpc_message(error, ids.sandbox_id(call.session)),
+            value=rpc_message(error, ids.sandbox_id(call.session), stopping=call.shutdown.stopping),
             traceback="",
         )
 

@@ -197,9 +197,7 @@ class Processes:
             call.shutdown,
             media_type=connect.STREAM.encode(),
             heartbeat=_KEEPALIVE,
-            encode_error=lambda error: connect.end(
-                connect.error_object(error, ids.sandbox_id(call.session))
-            ),
+            encode_error=call.ended_with,
         )
 
     async def _closing(self, call: Call, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -208,7 +206,7 @@ class Processes:
             async for piece in pieces:
                 yield piece
         except SojournError as error:
-            yield connect.end(connect.error_object(error, ids.sandbox_id(call.session)))
+            yield call.ended_with(error)
         else:
             yield connect.end()
         finally:

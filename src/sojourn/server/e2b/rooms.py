@@ -56,7 +56,8 @@ class Rooms:
             raise failures.not_running(name, error.message) from None
         if info.state == "creating":
             await self._sandboxes.settled(call.who, info)
-        elif info.state != "running":
+            info = await call.service.get(call.who, call.session)
+        if info.state != "running":
             raise failures.not_running(name, f"it is {info.state}")
         return info
 

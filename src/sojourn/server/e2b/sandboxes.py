@@ -7,6 +7,7 @@ So whatever crashes in between, the worst is a sandbox that sleeps where it shou
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -336,6 +337,10 @@ class Sandboxes:
     ) -> tuple[SessionInfo, bool]:
         """Running, and for at least the time asked for; whether it was woken for that."""
         check_seconds(asked.timeout)
+        while info.operation is not None:
+            # It may be on its way to sleep: what counts is where that leads.
+            await self.settled(who, info)
+            info = await self.service.get(who, info.id)
         if info.state == "running":
             await self.extend(who, info, asked.timeout)
             return info, False
@@ -372,9 +377,10 @@ class Sandboxes:
         await self.finish(who, await self.service.delete(who, info.id, None))
 
     async def settled(self, who: Principal, info: SessionInfo) -> None:
-        """Wait for what is under way on it. Raises what that failed with."""
+        """Wait for what is under way on it, however that ends."""
         if info.operation is not None:
-            await self.finish(who, await self.service.operation(who, info.operation))
+            with contextlib.suppress(SojournError):
+                await self.finish(who, await self.service.operation(who, info.operation))
 
     async def finish(self, who: Principal, operation: OperationInfo) -> Any:
         """The result of an operation. Raises what it failed with."""
