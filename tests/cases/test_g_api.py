@@ -133,6 +133,7 @@ def test_c83_no_route_shows_or_touches_what_is_another_tenants(
         "operation": str(operation_id),
         "turn": "trn_x",
         "token": "tok_x",
+        "port": "8000",
         "path": "/srv/mine",
         "to": "/srv/stolen",
         "mode": "777",
@@ -206,8 +207,9 @@ def test_c83_the_operators_routes_are_the_operators(
 def test_every_route_wants_a_token(
     shared_server: ServerProcess, session: Session, document: dict[str, Any], given: str | None
 ) -> None:
-    known = {name: "x" for name in ("operation", "snapshot", "turn", "token", "to", "mode")}
-    known |= {"ref": session.id, "process": "1", "path": "/srv"}
+    named = ("operation", "snapshot", "turn", "token", "to", "mode", "secret", "template")
+    known = dict.fromkeys(named, "x")
+    known |= {"ref": session.id, "process": "1", "port": "1", "path": "/srv"}
     headers = {} if given is None else {"authorization": given}
     for method, path, operation in routes(document):
         if operation.get("security") == []:

@@ -70,7 +70,7 @@ def test_details_that_are_no_json_do_not_hide_the_error(rig: HttpRig) -> None:
 
 def target_of(one: Endpoint, session: str, other: str = "x") -> str:
     path = one.path.replace("{ref}", session).replace("{process}", "1").replace("{port}", "1")
-    for name in ("operation", "snapshot", "turn", "token", "secret"):
+    for name in ("operation", "snapshot", "turn", "token", "secret", "template"):
         path = path.replace(f"{{{name}}}", other)
     values = [f"{name}=/x" for name, query in one.query.items() if query.required]
     if "mode" in one.query and one.query["mode"].required:
@@ -112,6 +112,16 @@ def test_another_tenant_sees_nothing(rig: HttpRig, work: Any, one: Endpoint) -> 
         status, _, raw = rig.raw(one.method, target, body_for(one), token="token-b")
         assert status == 404 and body_of(raw)["code"] == "session_not_found", target
     work.update(name=None)
+
+
+def test_another_tenant_sees_no_template(rig: HttpRig, work: Any) -> None:
+    work.to_template("theirs")
+    for method in ("GET", "DELETE"):
+        for ref in ("theirs", "theirs@1"):
+            status, _, raw = rig.raw(method, f"/v1/templates/{ref}", token="token-b")
+            assert status == 404 and body_of(raw)["code"] == "template_not_found"
+    status, _, raw = rig.raw("GET", "/v1/templates", token="token-b")
+    assert status == 200 and b"theirs" not in raw
 
 
 def test_another_tenant_sees_no_operation(rig: HttpRig, work: Any) -> None:

@@ -80,7 +80,7 @@ def test_queries(
     from urllib.parse import quote, quote_from_bytes
 
     path = one.path.replace("{process}", "1").replace("{port}", "1")
-    for name in ("ref", "operation", "snapshot", "turn", "token"):
+    for name in ("ref", "operation", "snapshot", "turn", "token", "template"):
         path = path.replace(f"{{{name}}}", quote(values[0].decode("latin-1"), safe="") or "x")
     query = "&".join(
         f"{quote(name, errors='replace')}={quote_from_bytes(value)}"

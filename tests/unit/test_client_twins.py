@@ -17,6 +17,7 @@ PAIRS = [
     ("Sessions", "AsyncSessions"),
     ("Tokens", "AsyncTokens"),
     ("Secrets", "AsyncSecrets"),
+    ("Templates", "AsyncTemplates"),
     ("Session", "AsyncSession"),
     ("Files", "AsyncFiles"),
     ("Process", "AsyncProcess"),

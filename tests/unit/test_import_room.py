@@ -38,6 +38,6 @@ def test_whoever_sends_without_end_is_refused_before_the_disk_is_full(
     monkeypatch.setattr(shutil, "disk_usage", usage)
     with tempfile.TemporaryFile(dir=tmp_path, buffering=0) as file:
         with pytest.raises(StorageFull):
-            asyncio.run(imports._receive(file, endless(), tmp_path))
+            asyncio.run(imports.receive(file, endless(), tmp_path))
         assert file.tell() == 8 * imports.PIECE
     assert sent == 8

@@ -62,6 +62,7 @@ def _parameter(name: str, query: Query) -> dict[str, Any]:
 _ABOUT = {
     "ref": "Id or name of the session.",
     "port": "The number of the port inside the session.",
+    "template": "The template's name, or NAME@VERSION.",
     "secret": "The secret's name.",
 }
 

@@ -1,4 +1,4 @@
-"""/v1/templates/{ref} and /v1/sessions/{ref}/template: what sessions start from.
+"""/v1/templates and /v1/sessions/{ref}/template: what sessions start from.
 
 Guarantee: an image is looked at wholly before a template is made of it; the server fetches nothing
 on anyone's behalf, images are sent to it.
@@ -42,18 +42,18 @@ async def list_(call: Call) -> ASGIApp:
 
 @endpoint(
     "GET",
-    "/v1/templates/{ref}",
+    "/v1/templates/{template}",
     "Show a template: NAME (the newest version) or NAME@VERSION",
     answers={200: TemplateInfo},
     errors=(TemplateNotFound, IntegrityError),
 )
 async def show(call: Call) -> ASGIApp:
-    return json_answer(await call.service.template(call.who, call.ref))
+    return json_answer(await call.service.template(call.who, str(call.parameters["template"])))
 
 
 @endpoint(
     "POST",
-    "/v1/templates/{ref}",
+    "/v1/templates/{template}",
     "Make a version of a template of an image: an OCI layout or a `docker save`, as a tar",
     body=IMAGE_TYPE,
     answers={201: TemplateInfo},
@@ -68,7 +68,7 @@ async def build(call: Call) -> ASGIApp:
     with call.shutdown.cancellable():
         made = await call.service.build_template(
             call.who,
-            call.ref,
+            str(call.parameters["template"]),
             call.chunks(),
             tag=call.query["tag"],
             source=call.query["source"],
@@ -79,13 +79,13 @@ async def build(call: Call) -> ASGIApp:
 
 @endpoint(
     "DELETE",
-    "/v1/templates/{ref}",
+    "/v1/templates/{template}",
     "Remove a version of a template, or all of it; sessions made from it go on",
     answers={204: None},
     errors=(TemplateNotFound, InvalidRequest),
 )
 async def remove(call: Call) -> ASGIApp:
-    await call.service.remove_template(call.who, call.ref)
+    await call.service.remove_template(call.who, str(call.parameters["template"]))
     return empty_answer()
 
 
