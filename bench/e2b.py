@@ -19,6 +19,7 @@ POLICY = {"auto_snapshot": "idle", "idle_timeout": None, "max_lifetime": 600.0}
 def measure() -> list[Row]:
     """The rows of this measure."""
     from e2b import Sandbox
+
     from sojourn.server.e2b.ids import session_id
 
     with server() as (client, data):
