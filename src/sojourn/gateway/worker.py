@@ -22,7 +22,6 @@ from sojourn.errors import HostUnfit, InvalidRequest
 from sojourn.gateway.control import Control, Request
 from sojourn.gateway.gateway import Gateway
 from sojourn.gateway.messages import Start
-from sojourn.gateway.ports import Ports, serve_ports
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -31,7 +30,6 @@ _PR_SET_DUMPABLE = 4
 class _Worker:
     def __init__(self) -> None:
         self._gateway: Gateway | None = None
-        self._ports: Ports | None = None
         self._control: Control | None = None
 
     async def serve(self, channel: socket.socket) -> None:
@@ -40,8 +38,6 @@ class _Worker:
         try:
             await self._control.serve()
         finally:
-            if self._ports is not None:
-                self._ports.close()
             if self._gateway is not None:
                 self._gateway.close()
 
@@ -66,7 +62,6 @@ class _Worker:
             ) from error
         await gateway.open()
         self._gateway = gateway
-        self._ports = serve_ports(gateway.inbound, start.ports)
 
 
 def main() -> None:
