@@ -42,7 +42,7 @@ from sojourn.errors import (
 )
 from sojourn.images.archives import open_archive
 from sojourn.images.documents import ImageDocument, host_platform
-from sojourn.images.unpacking import Unpacked, Unpacker
+from sojourn.images.unpacking import LONG_CHAIN, Unpacked, Unpacker
 from sojourn.lifecycle import Command, Verb, decide
 from sojourn.model import (
     LayerRef,
@@ -205,6 +205,10 @@ class Templates:
             image = head.memory if memory else None
             if image is not None:
                 await self._refuse_access(session)
+        if len(layers) > LONG_CHAIN:
+            # Templates of sessions of templates would grow without end.
+            low = min(config.base_layers, LONG_CHAIN - 1)
+            layers = await self._snapshots.merged(layers, low)
         return Built(layers, image, _of_session(session, config, request, layers), session.driver)
 
     async def _refuse_access(self, session: Session) -> None:
