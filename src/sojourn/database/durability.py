@@ -46,7 +46,8 @@ class DurabilityRows:
                 statements.run(query)
             return True
 
-        return bool(await self._writer.submit(work, durable=True))
+        touches = Touched(keys=frozenset([_STORE]))
+        return bool(await self._writer.submit(work, durable=True, touches=touches))
 
     async def undurable_snapshots(self, *, limit: int = 100) -> list[SnapshotRecord]:
         def work(statements: Statements) -> list[SnapshotRecord]:
@@ -68,7 +69,8 @@ class DurabilityRows:
         def work(statements: Statements) -> bool:
             return bool(statements.run("mark_durable", parameters))
 
-        touches = Touched(snapshots=frozenset([id]))
+        # In order with a change of the store, which makes such a mark void.
+        touches = Touched(snapshots=frozenset([id]), keys=frozenset([_STORE]))
         return bool(await self._writer.submit(work, durable=False, touches=touches))
 
     async def store_removals(self, *, limit: int = 1000) -> list[Removal]:
@@ -108,7 +110,8 @@ class DurabilityRows:
             if not statements.run("note_record", {"session": session, "digest": digest}):
                 raise SessionNotFound(f"session {session} does not exist", session=session)
 
-        await self._writer.submit(work, durable=False)
+        touches = Touched(keys=frozenset([_STORE, f"record {session}"]))
+        await self._writer.submit(work, durable=False, touches=touches)
 
     async def durability(self, tenant: str | None) -> list[Durability]:
         rows = await self._reader.select("durability", {"tenant": tenant})

@@ -64,4 +64,5 @@ class SecretRows:
         def work(statements: Statements) -> bool:
             return bool(statements.run("delete_port", {"session": session, "port": port}))
 
-        return bool(await self._writer.submit(work, durable=True))
+        touches = touched((), sessions=[session])
+        return bool(await self._writer.submit(work, durable=True, touches=touches))

@@ -55,6 +55,7 @@ from sojourn.model.sessions import Session, SessionKind, SessionState
 _LIVE = tuple(state for state in SessionState if state is not SessionState.DELETED)
 _POLL = 5.0  # seconds; only another process's events come without a notice
 _PAGE = 1000
+_MOVES = 32  # deadlines moved in one transaction
 
 
 class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
@@ -174,12 +175,20 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
         self._deadlines.touch(session, deadline)
 
     async def _write_deadlines(self, moves: Mapping[str, float]) -> None:
+        # A deadline that is set on purpose comes before or after these, as it was asked for: all
+        # are submitted at once, and name their sessions. In one order, so that two writers never
+        # wait for each other, and a few at a time, since other changes of them wait meanwhile.
+        ids = sorted(moves)
+        parts = [ids[start : start + _MOVES] for start in range(0, len(ids), _MOVES)]
+        await asyncio.gather(*[self._move({id: moves[id] for id in part}) for part in parts])
+
+    def _move(self, moves: Mapping[str, float]) -> asyncio.Future[None]:
+        parameters = [{"id": id, "deadline": deadline} for id, deadline in moves.items()]
+
         def work(statements: Statements) -> None:
-            # In one order, so that two writers never wait for each other.
-            parameters = [{"id": id, "deadline": moves[id]} for id in sorted(moves)]
             statements.many("touch_idle", parameters)
 
-        await self._writer.submit(work, durable=False)
+        return self._writer.submit(work, durable=False, touches=touched((), sessions=moves))
 
     async def due_sessions(self, now: float, *, limit: int = 100) -> list[Session]:
         await self._deadlines.flush()
