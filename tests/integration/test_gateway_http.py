@@ -577,3 +577,32 @@ def test_a_changed_policy_resets_what_it_no_longer_allows(rig: Rig) -> None:
     rig.attach(NetworkPolicy())
     with pytest.raises(TunnelRefused):
         rig.run(rig.open("example.com", 80))
+
+
+def test_a_changed_policy_resets_what_waits_for_the_first_word(rig: Rig) -> None:
+    speak = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await speak.wait()
+        writer.write(b"greeting\n")
+        await reader.read()
+
+    rig.world.serve(ALLOWED, 5433, silent)
+    rule = NetworkRule("silent", domains=["example.com"], ports=[5433])
+    rig.attach(NetworkPolicy(NetworkMode.ALLOWLIST, [rule]))
+
+    async def connected() -> GuestTunnel:
+        tunnel = await rig.open("example.com", 5433)
+        while (ALLOWED, 5433) not in rig.world.connections:
+            await asyncio.sleep(0.01)
+        return tunnel
+
+    tunnel = rig.run(connected())
+    rig.attach(NetworkPolicy())
+
+    async def speaks() -> None:
+        speak.set()
+
+    rig.world.call(speaks())
+    with pytest.raises(TunnelReset):
+        rig.run(tunnel.read())

@@ -290,8 +290,7 @@ class Exchanges:
         except Unreached as error:
             raise unreached(error.reason) from error
         self._upstream = _Upstream(key, reached.connection, reached.verdict.rule)
-        self._ground.host, self._ground.port = host, port
-        self._ground.addresses = reached.addresses
+        self._ground.stand_on(host, port, reached.addresses)
         return self._upstream
 
     async def _send(

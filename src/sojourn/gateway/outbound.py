@@ -116,9 +116,10 @@ class Outbound:
 
     async def _connected(self, stream: Stream, host: Host, port: int, ground: Ground) -> None:
         verdict = self._scope.judge(host, port)
-        spoken = await self._listen(stream, host, port, verdict.allowed and verdict.raw)
+        raw = verdict.allowed and verdict.raw
+        spoken = await self._listen(stream, host, port, ground) if raw else await _first(stream)
         if isinstance(spoken, Reached):
-            await self._join(stream, host, port, spoken, ground, "tcp")
+            await self._join(stream, host, port, spoken, "tcp")
         elif spoken == "tls":
             await self._tls(stream, host, port, ground)
         elif spoken == "http":
@@ -126,20 +127,14 @@ class Outbound:
         elif spoken == "raw":
             await self._raw(stream, host, port, ground, "tcp")
 
-    async def _listen(self, stream: Stream, host: Host, port: int, raw: bool) -> str | Reached:
+    async def _listen(self, stream: Stream, host: Host, port: int, ground: Ground) -> str | Reached:
         """What is spoken, by the first bytes; or a connection, where the other end is to speak
         first."""
-        if not raw:
-            data = await stream.read()
-            stream.unread(data)
-            if not data:
-                return ""
-            return "tls" if data[0] == _TLS else "http"
         reading = asyncio.ensure_future(stream.read())
         try:
             done, _ = await asyncio.wait([reading], timeout=_SILENCE_SECONDS)
             if not done:
-                reached = await self._reach_raw(host, port)
+                reached = await self._reach_raw(host, port, ground, "tcp")
                 listening = asyncio.ensure_future(reached.connection.read())
                 try:
                     await asyncio.wait([reading, listening], return_when=asyncio.FIRST_COMPLETED)
@@ -159,6 +154,7 @@ class Outbound:
                     await asyncio.gather(listening, return_exceptions=True)
                 # It was the program that spoke first after all, so what it says decides.
                 reached.connection.close()
+                ground.clear()
             data = reading.result()
         finally:
             reading.cancel()
@@ -187,24 +183,26 @@ class Outbound:
         stream.unread(data)
         return "http" if first.http else "raw"
 
-    async def _reach_raw(self, host: Host, port: int) -> Reached:
+    async def _reach_raw(self, host: Host, port: int, ground: Ground, kind: str) -> Reached:
         try:
-            return await self._scope.reach(host, port)
+            reached = await self._scope.reach(host, port)
         except (Denied, Unreached) as error:
             raise Reset(str(error)) from error
-
-    async def _raw(self, stream: Stream, host: Host, port: int, ground: Ground, kind: str) -> None:
-        await self._join(stream, host, port, await self._reach_raw(host, port), ground, kind)
-
-    async def _join(
-        self, stream: Stream, host: Host, port: int, reached: Reached, ground: Ground, kind: str
-    ) -> None:
         verdict = reached.verdict
         if not (verdict.raw if kind == "tcp" else not verdict.inspect):
             reached.connection.reset()
             raise Reset("the policy was changed meanwhile")
-        ground.host, ground.port, ground.addresses = host, port, reached.addresses
-        ground.raw = kind == "tcp"
+        # At once: a change of the policy ends it also while nobody has spoken yet.
+        ground.stand_on(host, port, reached.addresses, raw=kind == "tcp")
+        return reached
+
+    async def _raw(self, stream: Stream, host: Host, port: int, ground: Ground, kind: str) -> None:
+        reached = await self._reach_raw(host, port, ground, kind)
+        await self._join(stream, host, port, reached, kind)
+
+    async def _join(
+        self, stream: Stream, host: Host, port: int, reached: Reached, kind: str
+    ) -> None:
         record = self._scope.recorder.new(
             kind=kind, scheme=kind, host=str(host), port=port, rule=reached.verdict.rule
         )
@@ -273,6 +271,15 @@ class Outbound:
         if said.address is None or sni is None or self._scope.judge(said, port).allowed:
             return said
         return sni
+
+
+async def _first(stream: Stream) -> str:
+    """What is spoken where it is HTTP or TLS or nothing."""
+    data = await stream.read()
+    stream.unread(data)
+    if not data:
+        return ""
+    return "tls" if data[0] == _TLS else "http"
 
 
 # Whether a session has any network does not depend on the host.

@@ -52,6 +52,16 @@ class Ground(msgspec.Struct, eq=False):
     inspected: bool | None = None  # None: not TLS
     raw: bool = False
 
+    def stand_on(
+        self, host: Host, port: int, addresses: Sequence[Address], *, raw: bool = False
+    ) -> None:
+        """There is a connection outside: it is allowed for this."""
+        self.host, self.port, self.addresses, self.raw = host, port, addresses, raw
+
+    def clear(self) -> None:
+        """There is none any more."""
+        self.host, self.port, self.addresses, self.raw = None, 0, (), False
+
 
 class Reached(msgspec.Struct, frozen=True):
     """A connection outside, with what allowed it."""
