@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import h11
 
@@ -20,6 +20,8 @@ from sojourn.gateway.splicing import splice
 from sojourn.gateway.streams import Connection, Reset, Stream
 
 _BODYLESS = (204, 304)
+_GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
+_PIECE = 64 << 10
 Event = (
     h11.Request
     | h11.Response
@@ -204,19 +206,26 @@ class Exchange:
 class _Decoder:
     """Opens a body that was compressed although it was asked not to be."""
 
-    def __init__(self, bits: int) -> None:
-        self._zlib = zlib.decompressobj(bits)
+    def __init__(self) -> None:
+        self._zlib = zlib.decompressobj(_GZIP_OR_ZLIB)
 
-    def feed(self, data: bytes) -> Sequence[bytes]:
-        """Pieces of at most 64 KiB, so that a small body that becomes a large one stays small."""
-        found = []
-        try:
-            while data:
-                found.append(self._zlib.decompress(data, 64 << 10))
-                data = self._zlib.unconsumed_tail
-        except zlib.error:
-            raise Reset("a compressed answer is damaged") from None
-        return found
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Pieces of at most 64 KiB, one at a time, so that a small body that becomes a large one is
+        never held whole."""
+        full = False
+        while data or full:
+            if self._zlib.eof:
+                # Files of gzip may stand one behind another, and are one body.
+                self._zlib = zlib.decompressobj(_GZIP_OR_ZLIB)
+            try:
+                piece = self._zlib.decompress(data, _PIECE)
+            except zlib.error:
+                raise Reset("a compressed answer is damaged") from None
+            data = self._zlib.unused_data if self._zlib.eof else self._zlib.unconsumed_tail
+            # With a piece as large as it may be, more may be ready without further input.
+            full = len(piece) == _PIECE and not self._zlib.eof
+            if piece:
+                yield piece
 
     def check_end(self) -> None:
         """Raises Reset when it is not whole."""
@@ -230,7 +239,7 @@ def _searchable(headers: Headers) -> tuple[Headers, _Decoder | None]:
     decoder = None
     if encodings and encodings != [b"identity"]:
         if encodings in ([b"gzip"], [b"x-gzip"], [b"deflate"]):
-            decoder = _Decoder(zlib.MAX_WBITS | 32)
+            decoder = _Decoder()
         else:
             raise unreached("the server compresses an answer that may hold a secret")
     dropped = {b"content-length", b"content-encoding", b"content-md5", b"digest", b"repr-digest"}
