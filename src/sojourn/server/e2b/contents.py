@@ -58,7 +58,11 @@ class Contents:
 
     async def _read(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
         asked = call.query.get("path", "")
-        async with self._rooms.files(call, "read", asked, mutates=False) as (guest, _, path):
+        async with self._rooms.files(call, "read", asked, mutates=False, owner=False) as (
+            guest,
+            _,
+            path,
+        ):
             stat = await guest.stat(path)
             if stat.type != "file":
                 raise FileConflict(f"path '{text(path)}' is a {stat.type}", next_step="")
@@ -112,7 +116,11 @@ class Contents:
     async def _write_one(
         self, call: Call, asked: str, data: AsyncIterator[bytes]
     ) -> dict[str, Any]:
-        async with self._rooms.files(call, "write", asked, mutates=True) as (guest, who, path):
+        async with self._rooms.files(call, "write", asked, mutates=True, owner=False) as (
+            guest,
+            who,
+            path,
+        ):
             return await _put(guest, who, path, asked, data)
 
     async def _write_parts(
@@ -123,15 +131,16 @@ class Contents:
         parts = _Parts(body, boundary)
         written: list[dict[str, Any]] = []
         only = call.query.get("path")
-        async with self._rooms.files(call, "write", only or "(several)", mutates=True) as (
-            guest,
-            who,
-            _,
-        ):
+        async with self._rooms.files(
+            call, "write", only or "(several)", mutates=True, owner=only is None
+        ) as (guest, who, _):
             async for name, data in parts:
-                if len(written) >= MAX_FILES:
-                    raise TooLarge(f"at most {MAX_FILES} files at once", limit=MAX_FILES)
-                asked = only if only is not None and not written else unescaped(name)
+                if len(written) >= (MAX_FILES if only is None else 1):
+                    raise TooLarge(
+                        f"at most {MAX_FILES} files at once, and one with a path",
+                        limit=MAX_FILES,
+                    )
+                asked = unescaped(name) if only is None else only
                 if not asked:
                     raise InvalidRequest("a file of the form has no name", field="file")
                 written.append(await _put(guest, who, users.place(asked, who), asked, data))
@@ -145,8 +154,24 @@ async def _put(
 ) -> dict[str, Any]:
     if asked.endswith("/"):
         raise InvalidRequest(f"path is a directory: {asked}", field="path")
-    await guest.write_file(path, data, user=who.name)
+    await guest.write_file(path, await _gathered(data), user=who.name)
     return {"name": text(posixpath.basename(path)), "type": "file", "path": text(path)}
+
+
+async def _gathered(data: AsyncIterator[bytes]) -> bytes | AsyncIterator[bytes]:
+    """A small file whole, which costs one request to the supervisor; a larger one as it comes."""
+    held = bytearray()
+    async for chunk in data:
+        held += chunk
+        if len(held) > SMALL_FILE:
+            return _after(bytes(held), data)
+    return bytes(held)
+
+
+async def _after(first: bytes, data: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for chunk in data:
+        yield chunk
 
 
 class _Parts:

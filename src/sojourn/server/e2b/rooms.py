@@ -78,14 +78,16 @@ class Rooms:
 
     @contextlib.asynccontextmanager
     async def files(
-        self, call: Call, what: str, path: str, *, mutates: bool
+        self, call: Call, what: str, path: str, *, mutates: bool, owner: bool = True
     ) -> AsyncIterator[tuple[Guest, users.Account, bytes]]:
-        """Around an access to files: the guest, who acts, and the path in full."""
+        """Around an access to files: the guest, who acts, and the path in full. Without `owner`
+        numbers and home of who acts are looked up only where the path needs them."""
         await self.enter(call)
         user = users.user_of(call.header(b"authorization"), call.query.get("username"))
         event = f"files.{what} {path}"
         async with call.service.files(call.who, call.session, event, mutates=mutates) as guest:
-            account = users.Account("root", 0, 0, "/root")
-            if user != "root" or not path.startswith("/"):
+            if path.startswith("/") and (user == "root" or (user == users.DEFAULT and not owner)):
+                account = users.ROOT if user == "root" else users.PREPARED
+            else:
                 account = (await self.accounts(guest, call)).find(user)
             yield guest, account, users.place(path, account)

@@ -32,6 +32,11 @@ class Account(msgspec.Struct, frozen=True):
     home: str
 
 
+ROOT = Account("root", 0, 0, "/root")
+PREPARED = Account(DEFAULT, -1, -1, _HOME.decode())
+"""The default user where only its name is asked for: it is there, once a sandbox is prepared."""
+
+
 class Accounts:
     """The accounts and groups of a sandbox at one moment."""
 
