@@ -10,41 +10,19 @@ import asyncio
 import builtins
 import contextlib
 import logging
-import math
-import shutil
-import time
 from collections.abc import AsyncIterator
-from importlib.metadata import version
-from typing import Any
 
-import msgspec
-
-from sojourn.database.records import Role
-from sojourn.database.writes import AppendEvent, UpdateSession
+from sojourn.database.writes import AppendEvent
 from sojourn.errors import (
     InvalidRequest,
     SnapshotNotFound,
     SojournError,
     StorageFull,
 )
-from sojourn.lifecycle import (
-    Command,
-    Verb,
-    decide,
-    kept_alive,
-    policy_deadlines,
-)
-from sojourn.model import Limits, SessionState
+from sojourn.model import SessionState
 from sojourn.server.accounts import Accounts
 from sojourn.server.base import Principal, Usage
 from sojourn.server.branches import Branches
-from sojourn.server.checks import (
-    MAX_SECONDS,
-    check_limits,
-    check_map,
-    check_name,
-    check_policy,
-)
 from sojourn.server.commands import Commands
 from sojourn.server.context import Context
 from sojourn.server.exports import Export, Exports
@@ -54,18 +32,20 @@ from sojourn.server.imports import Imports
 from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
 from sojourn.server.ports import Ports
-from sojourn.server.quotas import Quotas, allocated_bytes
+from sojourn.server.quotas import Quotas
 from sojourn.server.reconciler import Reconciler
 from sojourn.server.registry import ActiveSession
 from sojourn.server.requests import Requests
 from sojourn.server.secrets import Secrets
 from sojourn.server.snapshots import Snapshots
+from sojourn.server.statuses import Statuses
 from sojourn.server.templates import Templates
 from sojourn.server.timers import Timers
 from sojourn.server.turns import Turns
+from sojourn.server.updates import Updates
 from sojourn.server.usages import usage
 from sojourn.server.verbs import Verbs
-from sojourn.server.views import durability_info, lies_in, session_info, snapshot_info
+from sojourn.server.views import session_info, snapshot_info
 from sojourn.server.wakes import Wakes
 from sojourn.wire.api import (
     CodeRequest,
@@ -77,7 +57,6 @@ from sojourn.wire.api import (
     ExecRequest,
     ExecResult,
     ForkRequest,
-    ObjectStoreInfo,
     OperationInfo,
     SessionInfo,
     SessionPage,
@@ -89,10 +68,8 @@ from sojourn.wire.api import (
     TemplateInfo,
     TemplateRequest,
     TokenInfo,
+    UpdateSession,
     VerifyReport,
-)
-from sojourn.wire.api import (
-    UpdateSession as UpdateRequest,
 )
 from sojourn.wire.code import CodeResult
 from sojourn.wire.guest import Output, ProcessState
@@ -133,6 +110,8 @@ class Sessions:
         self._requests = Requests(
             context, self._operations, self._snapshots, self._turns, self._templates
         )
+        self._updates = Updates(context)
+        self._statuses = Statuses(context, self._snapshots, self._turns)
         self._commands = Commands(self._turns)
         self._history = History(context, self._snapshots, self._turns)
         self._exports = Exports(context, self._snapshots, self._turns, self._requests)
@@ -267,80 +246,13 @@ class Sessions:
         active = await self._context.registry.find(who.tenant, ref)
         return await usage(self._context.sandbox(active))
 
-    async def update(self, who: Principal, ref: str, request: UpdateRequest) -> SessionInfo:
+    async def update(self, who: Principal, ref: str, request: UpdateSession) -> SessionInfo:
         """Change name, labels, limits, policy or network."""
-        active = await self._context.registry.find(who.tenant, ref)
-        changes: dict[str, Any] = {}
-        if request.name is not msgspec.UNSET:
-            changes["name"] = None if request.name is None else check_name(request.name)
-        if request.labels is not msgspec.UNSET:
-            changes["labels"] = check_map("labels", request.labels, env=False)
-        if request.limits is not msgspec.UNSET:
-            changes["limits"] = check_limits(request.limits)
-        if request.network is not msgspec.UNSET:
-            tenant = active.session.tenant
-            changes["network"] = await self._context.networks.check(tenant, request.network)
-        async with active.gate.closed("update"):
-            decide(active.session, Command(Verb.UPDATE))
-            if request.policy is not msgspec.UNSET:
-                policy = check_policy(request.policy)
-                idle, lifetime = policy_deadlines(active.session, policy, time.time())
-                changes |= {"policy": policy, "idle_deadline": idle, "lifetime_deadline": lifetime}
-            if not changes:
-                return self._info(active)
-            event = AppendEvent(
-                session=active.id,
-                kind="update",
-                actor=who.actor,
-                result="ok",
-                details={"fields": sorted(changes)} | _network_details(changes),
-                before=active.session.head,
-                after=active.session.head,
-            )
-            async with self._limited(active, changes.get("limits")):
-                await self._context.commit(active, changes, event)
-            if "network" in changes:
-                await self._context.networks.apply(active)
-        return self._info(active)
-
-    @contextlib.asynccontextmanager
-    async def _limited(self, active: ActiveSession, limits: Limits | None) -> AsyncIterator[None]:
-        """Other limits of the sandbox, if it has one; taken back when what goes with them fails."""
-        if limits is None or not active.session.live:
-            yield
-            return
-        sandbox = self._context.sandbox(active)
-        update = self._context.agent.update_limits
-        await asyncio.to_thread(update, sandbox, limits)
-        try:
-            yield
-        except SojournError:
-            await asyncio.to_thread(update, sandbox, active.session.limits)
-            raise
+        return self._info(await self._updates.update(who, ref, request))
 
     async def keep_alive(self, who: Principal, ref: str, seconds: float) -> SessionInfo:
         """Push the idle deadline out; never in."""
-        if not (math.isfinite(seconds) and 0 < seconds <= MAX_SECONDS):
-            raise InvalidRequest("seconds must be a positive number", field="seconds")
-        active = await self._context.registry.find(who.tenant, ref)
-        async with active.gate.closed("keep-alive"):
-            decide(active.session, Command(Verb.KEEP_ALIVE))
-            # Deadlines move without passing this object: read the newest.
-            current = await self._context.database.get_session(who.tenant, active.id)
-            deadline = kept_alive(current, time.time(), seconds)
-            if deadline is not None:
-                results = await self._context.database.commit(
-                    [
-                        UpdateSession(
-                            id=active.id,
-                            expect_state={active.state},
-                            expect_epoch=active.session.epoch,
-                            changes={"idle_deadline": deadline},
-                        )
-                    ]
-                )
-                self._context.registry.update(results[0])
-        return self._info(active)
+        return self._info(await self._updates.keep_alive(who, ref, seconds))
 
     # -- verbs ------------------------------------------------------------------------------
 
@@ -583,69 +495,10 @@ class Sessions:
 
     async def status(self, who: Principal) -> StatusInfo:
         """The server at a glance."""
-        context = self._context
-        tenant = None if who.role == Role.OPERATOR else who.tenant
-        counts = await context.database.count_sessions(tenant)
-        directory = context.agent.directory
-        usage = shutil.disk_usage(directory)
-        return StatusInfo(
-            version=version("sojourn"),
-            node=context.node,
-            drivers={
-                name: sorted(driver.capabilities) for name, driver in context.agent.drivers.items()
-            },
-            sessions={str(state): count for state, count in counts.items()},
-            sandboxes=context.agent.count,
-            disk_free_bytes=usage.free,
-            store_bytes=await asyncio.to_thread(allocated_bytes, context.store.root),
-            objects=await self._objects(tenant),
-            gateway=context.networks.gateway.info() if tenant is None else None,
-        )
-
-    async def _objects(self, tenant: str | None) -> ObjectStoreInfo | None:
-        replicator = self._context.replicator
-        if replicator.settings.url is None:
-            return None
-        status = replicator.status()
-        now = time.time()
-        behind = [
-            durability_info(one, now)
-            for one in await self._context.database.durability(tenant)
-            if one.waiting
-        ]
-        return ObjectStoreInfo(
-            # The operator's business, as are other tenants' sessions.
-            url=(status.url or "") if tenant is None else "",
-            waiting=sum(one.waiting for one in behind),
-            lag=max((one.lag for one in behind), default=0.0),
-            sent_bytes=status.sent_bytes if tenant is None else 0,
-            error=status.error if tenant is None else status.error and "the store is behind",
-            sessions=behind,
-            in_data=lies_in(status.url, self._context.store.root.parent),
-        )
+        return await self._statuses.status(who)
 
     async def durable(
         self, who: Principal, ref: str, snapshot: str | None, timeout: float
     ) -> DurabilityInfo:
-        """Wait until a session's head (or another of its snapshots) is in the object store; 0
-        seconds only look. Raises StoreUnreachable when it is not in time."""
-        active = await self._context.registry.find(who.tenant, ref)
-        await self._turns.settle(active)
-        name = snapshot if snapshot is not None else active.session.head
-        durable_at = None
-        if timeout > 0 and name is not None:
-            record = await self._snapshots.resolve(active.session, name)
-            record = await self._context.replicator.durable(record.id, timeout)
-            durable_at = record.durable_at
-        now = time.time()
-        for found in await self._context.database.durability(active.session.tenant):
-            if found.session == active.id:
-                shown = durability_info(found, now)
-                return msgspec.structs.replace(shown, durable_at=durable_at)
-        return DurabilityInfo(active.id, active.session.head, False, 0, 0.0, None)
-
-
-def _network_details(changes: dict[str, Any]) -> dict[str, Any]:
-    """What an event tells of a new network policy."""
-    policy = changes.get("network")
-    return {} if policy is None else {"network": msgspec.to_builtins(policy)}
+        """Wait until a snapshot is in the object store."""
+        return await self._statuses.durable(who, ref, snapshot, timeout)
