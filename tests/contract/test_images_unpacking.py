@@ -209,6 +209,10 @@ MALICIOUS: dict[str, list[Member]] = {
     "a sparse file": [sparse()],
     "a root that is a file": [member(".", b"x")],
     "an unknown kind": [member("x", type=b"Z")],
+    "an attribute no disk takes": [member("x", b"", pax={"SCHILY.xattr.user.a": "x" * 100_000})],
+    "a capability that is none": [member("x", b"", pax={"SCHILY.xattr.security.capability": "x"})],
+    "an owner who is none": [member("x", b"", pax={"uid": str(2**32 - 1)})],
+    "an attribute without a name": [member("x", b"", pax={"SCHILY.xattr.user.": "x"})],
 }
 
 

@@ -8,6 +8,7 @@ tree on disk is made at the end, of directories that were made for it, so no lin
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -24,6 +25,7 @@ _MAX_LINKS = 40
 _WHITEOUT = b".wh."
 _OPAQUE = b".wh..wh..opq"
 _CAPABILITY = b"security.capability"
+_MOST_OWNER = 2**32 - 2  # the one above means "leave it as it is"
 
 
 class Inode:
@@ -251,10 +253,13 @@ class LayerTree:
     def _inode(self, entry: Entry, content: int | None) -> Inode:
         kept = []
         for key, value in entry.xattrs:
-            if (key == _CAPABILITY or key.startswith(b"user.")) and len(key) <= 255:
+            own = key.startswith(b"user.") and not key.startswith(b"user.overlay.")
+            if own or (key == _CAPABILITY and entry.type == "file"):
                 kept.append((key, value))
             else:
                 self.left_out += 1
+        if entry.uid > _MOST_OWNER or entry.gid > _MOST_OWNER:
+            raise ImageInvalid(f"{_shown(entry.name)} is owned by nobody that can be")
         return Inode(
             entry.type,
             entry.mode & 0o7777,
@@ -336,19 +341,30 @@ def _place(
     else:
         os.mkfifo(name, 0o600, dir_fd=fd)
     os.chown(name, inode.uid, inode.gid, dir_fd=fd, follow_symlinks=False)
+    if inode.type == "file":
+        _set_attributes(top + b"/" + path, inode)
     if inode.type != "symlink":
-        whole = top + b"/" + path
-        for key, value in inode.xattrs:
-            os.setxattr(whole, key, value, follow_symlinks=False)
         os.chmod(name, inode.mode, dir_fd=fd)  # after the owner: that takes set-uid bits away
     os.utime(name, ns=(inode.mtime, inode.mtime), dir_fd=fd, follow_symlinks=False)
+
+
+def _set_attributes(place: bytes, inode: Inode) -> None:
+    for key, value in inode.xattrs:
+        try:
+            os.setxattr(place, key, value, follow_symlinks=False)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                raise
+            shown = key[:100].decode("utf-8", "replace")
+            raise ImageInvalid(
+                f"attribute {shown!r} of a file cannot be set: {error.strerror}"
+            ) from error
 
 
 def _finish(place: bytes, inode: Inode) -> None:
     """A directory's attributes, once all that is in it is there."""
     os.chown(place, inode.uid, inode.gid, follow_symlinks=False)
-    for key, value in inode.xattrs:
-        os.setxattr(place, key, value, follow_symlinks=False)
+    _set_attributes(place, inode)
     os.chmod(place, inode.mode)  # noqa: PTH101 - a path of bytes
     os.utime(place, ns=(inode.mtime, inode.mtime), follow_symlinks=False)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -66,6 +67,11 @@ class NodeAgent:
         """Spare a template's layer, which was checked just now, in later starts for a while."""
         self._templates.add(layer.id)
         self._checked[layer.id] = time.monotonic()
+
+    def know_template(self, layer: LayerRef) -> None:
+        """Spare a template's layer in later starts for a while, once one has checked it."""
+        self._templates.add(layer.id)
+        self._checked.setdefault(layer.id, -math.inf)
 
     def _trusted(self, layer: LayerRef) -> bool:
         if layer.id not in self._templates:

@@ -74,6 +74,9 @@ from sojourn.wire.api import TemplateInfo, TemplateRequest
 _STEP_KEY = re.compile(r"[0-9a-f]{64}")
 _KEPT_STEPS = 200
 _MAX_WORDS = 64 * 1024
+_AT_ONCE = 2  # a tree being unpacked is held in memory
+# One whose newest version was lost with a node is failed: it is built anew, or removed.
+_STATES = {SessionState.SUSPENDED, SessionState.FAILED}
 
 
 class Built(msgspec.Struct, frozen=True):
@@ -93,6 +96,7 @@ class Templates:
         self._snapshots = snapshots
         self._placements = placements
         self._publishing: dict[tuple[str, str], asyncio.Lock] = {}
+        self._unpacking = asyncio.Semaphore(_AT_ONCE)
 
     # -- from an image ----------------------------------------------------------------------
 
@@ -130,7 +134,8 @@ class Templates:
                 )
                 return found, image.document, image.digest
 
-            found, document, digest = await in_thread(unpack, stop)
+            async with self._unpacking:
+                found, document, digest = await in_thread(unpack, stop)
             faultpoints.reach("template.unpacked")
             config = config_of(document, name, source or "an archive", digest, start)
             assert config.image is not None
@@ -264,7 +269,12 @@ class Templates:
             )
             record = await self._snapshots.publish(snapshot, tenant)
             faultpoints.reach("template.published")
-            changes = {"head": record.id, "labels": template.labels | {LAST: str(number)}}
+            changes = {
+                "head": record.id,
+                "labels": template.labels | {LAST: str(number)},
+                "state": SessionState.SUSPENDED,
+                "cause": None,
+            }
             made = msgspec.structs.replace(template, **changes)
             records = [] if first else await self._context.catalog.versions(template)
             records += [record] if step is None else []
@@ -272,9 +282,7 @@ class Templates:
             session: Write = (
                 InsertSession(made)
                 if first
-                else UpdateSession(
-                    template.id, {SessionState.SUSPENDED}, template.epoch, changes=changes
-                )
+                else UpdateSession(template.id, _STATES, template.epoch, changes=changes)
             )
             event = AppendEvent(
                 session=template.id,
@@ -347,7 +355,7 @@ class Templates:
             left = [one for one in versions if one.id not in gone]
             changes: dict[str, Any] = {"state": SessionState.DELETED}
             if version is not None and left:
-                changes = {"head": left[-1].id}
+                changes = {"head": left[-1].id, "state": SessionState.SUSPENDED, "cause": None}
             event = AppendEvent(
                 session=template.id,
                 kind="template.remove",
@@ -357,9 +365,7 @@ class Templates:
             )
             results = await self._context.database.commit(
                 [
-                    UpdateSession(
-                        template.id, {SessionState.SUSPENDED}, template.epoch, changes=changes
-                    ),
+                    UpdateSession(template.id, _STATES, template.epoch, changes=changes),
                     *(UpdateSnapshot(one, {"hidden": True}) for one in sorted(gone)),
                     event,
                 ]

@@ -151,6 +151,8 @@ class Verbs:
             image=told.image if told else None,
         )
         layers = template.layers or [template.layer]
+        for layer in layers:
+            self._context.agent.know_template(layer)
         return self._snapshots.manifest(session, config, layers, template.memory, SnapshotKind.BASE)
 
     # -- pause and resume -------------------------------------------------------------------
