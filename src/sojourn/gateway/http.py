@@ -26,7 +26,7 @@ from sojourn.gateway.streams import Connection, Reset, Stream
 
 HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 30
-_DRAIN_SECONDS = 5
+_DRAIN_BYTES = 4 << 20
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -103,11 +103,12 @@ class Exchanges:
 
     async def _finish(self) -> None:
         await self._guest.end()
-        # What the program still sends is read for a while: closing on it would reset the answer.
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(_DRAIN_SECONDS):
-                while await self._guest.read():
-                    pass
+        # To close before the program does would be to reset it, and much of the answer may still
+        # wait for a program that reads slowly. What it still sends is for nobody.
+        with contextlib.suppress(ConnectionError):
+            left = _DRAIN_BYTES
+            while left > 0 and (data := await self._guest.read()):
+                left -= len(data)
 
     async def _exchange(self) -> Tunnelled | None:
         request = await self._head()
