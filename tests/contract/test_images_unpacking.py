@@ -334,6 +334,25 @@ def test_a_tar_of_another_tool_is_read(store: LocalStore, tmp_path: Path) -> Non
         assert (owner.st_uid, owner.st_gid) == (3_000_000, 4_000_000)
 
 
+def test_a_tree_that_was_packed_is_the_same_layer(store: LocalStore, tmp_path: Path) -> None:
+    """Not one property differs: the layer has the id that the tree itself gets."""
+    tree = tmp_path / "tree"
+    (tree / "sub").mkdir(parents=True)
+    (tree / "sub/file").write_bytes(b"x" * 70_000)
+    (tree / "link").symlink_to("sub/file")
+    (tree / "second").hardlink_to(tree / "sub/file")
+    os.mkfifo(tree / "pipe", 0o640)
+    os.setxattr(tree / "sub/file", "user.note", b"\0\xff")
+    os.chown(tree / "sub", 12345, 54321)
+    (tree / "sub").chmod(0o2755)
+    os.utime(tree / "sub", ns=(1_234_567_890_123_456_789,) * 2)
+    made = subprocess.run(
+        ["tar", "--format=pax", "--xattrs", "-C", tree, "-c", "."], capture_output=True, check=True
+    )
+    unpacked = unpack(store, MadeImage([made.stdout]))
+    assert [one.id for one in unpacked.layers] == [store.adopt_template(tree, "tree").id]
+
+
 def test_an_image_without_files_or_of_another_machine_is_refused(store: LocalStore) -> None:
     with pytest.raises(ImageInvalid, match="no file"):
         unpack(store, MadeImage([layer([])]))
