@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sojourn.database.base import Database
 from sojourn.database.writes import UpdateSession, Write
-from sojourn.errors import WrongState
-from sojourn.model import Session
+from sojourn.errors import OutcomeUnknown, SessionNotFound, SojournError, WrongState
+from sojourn.model import Session, SessionState
 from sojourn.node.agent import NodeAgent
 from sojourn.node.sandboxes import Sandbox
 from sojourn.server.catalog import Catalog, Template
@@ -23,6 +26,10 @@ from sojourn.server.replication import Replicator
 from sojourn.server.secrets import Secrets
 from sojourn.server.sources import RepositorySource
 from sojourn.store.base import Store
+
+log = logging.getLogger(__name__)
+
+_AGAIN_SECONDS = 1.0
 
 
 class Context:
@@ -80,24 +87,44 @@ class Context:
         self, active: ActiveSession, changes: dict[str, Any], *also: Write, durable: bool = True
     ) -> Session:
         """Change a session's record by compare-and-swap on its present state and epoch, together
-        with other writes. Raises StaleEpoch, WrongState; nothing is changed then."""
+        with other writes. Raises StaleEpoch, WrongState; nothing is changed then.
+        OutcomeUnknown: it may be."""
         session = active.session
-        results = await self.database.commit(
-            [
-                *also,
-                UpdateSession(
-                    id=session.id,
-                    expect_state={session.state},
-                    expect_epoch=session.epoch,
-                    changes=changes,
-                ),
-            ],
-            durable=durable,
+        update = UpdateSession(
+            id=session.id,
+            expect_state={session.state},
+            expect_epoch=session.epoch,
+            changes=changes,
         )
+        try:
+            results = await self.database.commit([*also, update], durable=durable)
+        except OutcomeUnknown:
+            # Whoever takes hold of the session next waits until it is known what it is now.
+            before, name = active.gate.settling, f"what became of {session.id}"
+            active.gate.settling = self.soon(self._settle_record(session, before), name)
+            raise
         updated = results[-1]
         assert isinstance(updated, Session)
         self.registry.update(updated)
         return updated
+
+    async def _settle_record(self, held: Session, before: asyncio.Task[Any] | None) -> None:
+        """Hold what the database has of a session, as soon as that can be read."""
+        if before is not None:
+            await asyncio.wait({before})
+        while True:
+            try:
+                self.registry.update(await self.database.get_session(None, held.id))
+                return
+            except SessionNotFound:
+                gone = {"state": SessionState.DELETED, "sandbox": None, "node": None}
+                self.registry.update(msgspec.structs.replace(held, **gone))
+                if held.sandbox is not None:
+                    self.agent.destroy_soon(held.sandbox)
+                return
+            except SojournError as error:
+                log.warning("session %s: what it is now is not known: %s", held.id, error)
+                await asyncio.sleep(_AGAIN_SECONDS)
 
     def soon(self, work: Any, name: str) -> asyncio.Task[Any]:
         """Run a coroutine in the background; the server waits for it when it stops."""

@@ -26,6 +26,7 @@ from sojourn.errors import (
     SessionBusy,
     SojournError,
     StorageFull,
+    Unreachable,
     from_body,
     to_body,
 )
@@ -34,6 +35,8 @@ from sojourn.server.context import Context
 from sojourn.server.registry import GATE_SECONDS, ActiveSession
 
 log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 2.0
 
 
 class Run:
@@ -212,15 +215,26 @@ class Operations:
             run.event(result=error.code, before=run.active.session.head),
             details=error.details | {"message": error.message},
         )
-        try:
-            await database.commit([FinishOperation(run.operation.id, error=to_body(error)), event])
-        except Conflict:
-            # A delete took the operation over and ended it already.
-            log.info("operation %s was superseded: %s", run.operation.id, error.message)
-        except SojournError as failure:
-            # The disk may be full: the operation stays unfinished and the next start takes it up.
-            log.error("operation %s cannot be recorded as failed: %s", run.operation.id, failure)
-        return await database.get_operation(None, run.operation.id)
+        id = run.operation.id
+        writes: list[Write] = [FinishOperation(id, error=to_body(error)), event]
+        while True:
+            try:
+                await database.commit(writes)
+                break
+            except Conflict:
+                # It is ended already: by a delete that took it over, or by a commit of its own
+                # whose outcome was not known.
+                log.info("operation %s was superseded: %s", id, error.message)
+                break
+            except Unreachable as failure:
+                # Left unfinished it would hold its session until the next start.
+                log.error("operation %s: its failure is not recorded: %s", id, failure)
+                await asyncio.sleep(_RETRY_SECONDS)
+            except SojournError as failure:
+                # The disk may be full: it stays unfinished and the next start takes it up.
+                log.error("operation %s: its failure is not recorded: %s", id, failure)
+                break
+        return await database.get_operation(None, id)
 
     async def wait(self, operation: str, timeout: float) -> None:
         """Wait until it is finished or the time is over."""

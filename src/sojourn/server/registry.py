@@ -45,8 +45,9 @@ class Gate:
             raise SessionBusy(f"the session is held by {self.reason}", verb=self.reason) from None
 
     async def settled(self) -> None:
-        """Wait until the last snapshot that was taken is committed (or failed)."""
-        if self.settling is not None:
+        """Wait until the last snapshot that was taken is committed (or failed), and until it is
+        known what became of a commit."""
+        while self.settling is not None and not self.settling.done():
             await asyncio.wait({self.settling})
 
     @contextlib.asynccontextmanager

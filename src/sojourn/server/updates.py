@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from sojourn.database.writes import AppendEvent, UpdateSession
+from sojourn.database.writes import AppendEvent
 from sojourn.errors import InvalidRequest, SojournError
 from sojourn.lifecycle import Command, Verb, decide, kept_alive, policy_deadlines
 from sojourn.model import Limits
@@ -23,7 +23,7 @@ from sojourn.server.base import Principal
 from sojourn.server.checks import MAX_SECONDS, check_limits, check_map, check_name, check_policy
 from sojourn.server.context import Context
 from sojourn.server.registry import ActiveSession
-from sojourn.wire.api import UpdateSession as UpdateRequest
+from sojourn.wire.api import UpdateSession
 
 
 class Updates:
@@ -32,7 +32,7 @@ class Updates:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    async def update(self, who: Principal, ref: str, request: UpdateRequest) -> ActiveSession:
+    async def update(self, who: Principal, ref: str, request: UpdateSession) -> ActiveSession:
         """Change name, labels, limits, policy or network."""
         active = await self._context.registry.find(who.tenant, ref)
         changes: dict[str, Any] = {}
@@ -94,17 +94,7 @@ class Updates:
             current = await self._context.database.get_session(who.tenant, active.id)
             deadline = kept_alive(current, time.time(), seconds)
             if deadline is not None:
-                results = await self._context.database.commit(
-                    [
-                        UpdateSession(
-                            id=active.id,
-                            expect_state={active.state},
-                            expect_epoch=active.session.epoch,
-                            changes={"idle_deadline": deadline},
-                        )
-                    ]
-                )
-                self._context.registry.update(results[0])
+                await self._context.commit(active, {"idle_deadline": deadline})
         return active
 
 

@@ -24,6 +24,7 @@ from sojourn.errors import (
     SandboxLost,
     SojournError,
     StorageFull,
+    Unreachable,
     Unsupported,
 )
 from sojourn.lifecycle import Command, Verb, decide, expired, settled_deadline
@@ -372,13 +373,16 @@ class Verbs:
                 async with self._context.guard.publishing():
                     await self._finish_once(run, plan)
                 break
-            except (StorageFull, CaptureFailed, OSError) as error:
+            except (StorageFull, CaptureFailed, Unreachable, OSError) as error:
                 # The sandbox has ended: what is not written yet must not be given up for a disk
-                # that is full or refuses a write.
+                # that is full or refuses a write, or for a database that is away.
                 if active.doomed:
                     raise
                 log.error("session %s cannot be put away yet: %s", active.id, error)
                 await asyncio.sleep(_RETRY_SECONDS)
+                await active.gate.settled()
+                if active.session.head == plan.snapshot.id:
+                    break  # it was committed, though that could not be told
         self._context.agent.destroy_soon(plan.sandbox)
         self._snapshots.squash_soon(active, plan.snapshot)
 
