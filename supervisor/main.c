@@ -50,7 +50,8 @@ int main(int argc, char **argv)
         {"socket", required_argument, NULL, 's'}, {"user", required_argument, NULL, 'u'},
         {"cwd", required_argument, NULL, 'c'},    {"max-processes", required_argument, NULL, 'm'},
         {"max-file", required_argument, NULL, 'f'}, {"derive-home", no_argument, NULL, 'd'},
-        {"own-network", no_argument, NULL, 'n'}, {"version", no_argument, NULL, 'v'},      {"help", no_argument, NULL, 'h'},
+        {"own-network", no_argument, NULL, 'n'},
+        {"version", no_argument, NULL, 'v'},      {"help", no_argument, NULL, 'h'},
         {NULL, 0, NULL, 0}};
     int entered = enter(argc, argv);
     if (entered >= 0)

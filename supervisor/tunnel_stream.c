@@ -18,6 +18,9 @@
 static size_t out_waiting(const struct tunnel *t) { return t->out.length - t->out_at; }
 static size_t down_waiting(const struct tunnel *t) { return t->down.length - t->down_at; }
 
+/* The program has said all, and the gateway was sent all of it. */
+static bool said_all(const struct tunnel *t) { return t->guest_ended && !t->kept.length; }
+
 /* -- end ------------------------------------------------------------------------------------- */
 
 static void answer_dial(struct tunnel *t, int error)
@@ -79,8 +82,12 @@ bool tunnel_flush(struct tunnel *t)
                          MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n < 0 && errno == EINTR)
             continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            return true;
+        if (n < 0 && (t->state != PARKING || !said_all(t)))
+            return false;
         if (n < 0)
-            return errno == EAGAIN || errno == EWOULDBLOCK;
+            break; /* gone, as it may when both have said all; what it said is still to be read */
         t->out_at += (size_t)n;
     }
     bytes_free(&t->out);
@@ -218,7 +225,8 @@ static bool take(struct tunnel *t, uint8_t type, const unsigned char *body, size
         return opened(t, &reader);
     if (type == TUNNEL_DETACH && t->state == PARKING && !out_waiting(t)) {
         loop_close(&t->link);
-        t->state = PARKED;
+        /* With nothing left to be said, the gateway has no tunnel any more to be taken up again. */
+        t->state = said_all(t) && t->end_received ? CLOSING : PARKED;
         return true;
     }
     if (!t->stands)
@@ -291,7 +299,8 @@ static void want(struct source *source, uint32_t events)
 /* After whatever happened to it: ends it when both directions are over, else waits for more. */
 void tunnel_settle(struct tunnel *t)
 {
-    if (t->state == OPEN && t->guest_ended && t->end_received && !out_waiting(t)) {
+    if ((t->state == OPEN || t->state == PARKING) && said_all(t) && t->end_received &&
+        !out_waiting(t)) {
         loop_close(&t->link);
         t->state = CLOSING;
     }

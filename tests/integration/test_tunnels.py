@@ -19,7 +19,7 @@ from sojourn.wire.frames import Feature
 from sojourn.wire.guest import ProcessSpec, Reach
 from sojourn.wire.tunnels import Kind
 from support.guests import Sandboxes, sandboxed, supervisor_program  # noqa: F401
-from support.tunnel_gateway import TunnelGateway, pattern
+from support.tunnel_gateway import LATE, TunnelGateway, pattern
 
 COMMON = r"""
 import hashlib, json, os, socket, struct, sys, threading, time
@@ -79,6 +79,11 @@ async def eventually(look: Any, what: str) -> None:
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"did not come about: {what}")
+
+
+def _ended(gateway: TunnelGateway, name: str) -> int:
+    """How many tunnels of this kind the program has ended."""
+    return sum(one.ended for one in gateway.opened if one.name.startswith(name))
 
 
 OFF = r"""
@@ -328,6 +333,14 @@ writer.join()
 tell([len(got), got == data])
 """
 
+LAST = r"""
+links = [socket.create_connection((f"late{n}.test", 80)) for n in ("", "-gone")]
+for link in links:
+    link.shutdown(socket.SHUT_WR)
+sys.stdin.readline()
+tell([outcome(lambda: everything(link) == pattern(0, SIZE)) for link in links])
+"""
+
 BLOCKED = r"""
 link = socket.create_connection(("hold.test", 80))
 proxied = socket.create_connection(("127.0.0.1", 3128))
@@ -355,6 +368,8 @@ async def test_tunnels_over_captures(sandboxes: Sandboxes) -> None:
         gateway = TunnelGateway(spec.control / "net.sock")
         async with gateway:
             await guest.network(True)
+            last = await guest.start(program(LAST.replace("SIZE", str(LATE)), stdin="pipe"))
+            await eventually(lambda: _ended(gateway, "late") == 2, "both have said all")
             bulk = await guest.start(program(BULK))
             told = lines(guest, bulk.id)
             assert await anext(told) == "begun"
@@ -373,6 +388,8 @@ async def test_tunnels_over_captures(sandboxes: Sandboxes) -> None:
                 await guest.attach(10)
             assert await anext(told) == [size, True]
             assert await many == [[]]
+            await guest.write(last.id, b"\n")
+            assert [line async for line in lines(guest, last.id)] == [[True, True]]
             mirror = next(one for one in gateway.opened if one.name == f"mirror-{size}")
             await eventually(lambda: mirror.ended, "the last of what it has sent")
             assert mirror.resumed > 0 and mirror.received == size

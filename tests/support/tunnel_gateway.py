@@ -2,7 +2,8 @@
 
 `echo` gives back what it gets, `sink` says how much it got and its digest at the end, `source-N`
 sends N bytes, `mirror-N` does both at once, `hold` says nothing, `reset` resets after the first
-data, `refuse` refuses, `name` tells who was asked for. Every other name is `name`.
+data, `refuse` refuses, `late` says its last, and goes, just when it is to be parked, `name` tells
+who was asked for. Every other name is `name`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from sojourn.wire.tunnels import HEADER, OPEN, OPENED, RESUME, Frame, Kind, Refusal, frame
 
 PIECE = 16 << 10
+LATE = 128 * PIECE
 
 
 def pattern(offset: int, size: int) -> bytes:
@@ -133,7 +135,7 @@ class TunnelGateway:
         if word in ("source", "mirror"):
             tunnel.to_send += pattern(0, int(size))
             tunnel.end_due = True
-        elif word not in ("echo", "sink", "hold", "reset"):
+        elif word not in ("echo", "sink", "hold", "reset", "late"):
             tunnel.to_send += b"%d %s %d\n" % (tunnel.kind, tunnel.host, tunnel.port)
             tunnel.end_due = True
 
@@ -182,6 +184,14 @@ class TunnelGateway:
                 sending.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await sending
+                if tunnel.name.startswith("late"):
+                    del self.tunnels[tunnel.number]
+                    for at in range(0, LATE, PIECE):
+                        writer.write(frame(Frame.DATA, pattern(at, PIECE)))
+                    writer.write(frame(Frame.END))
+                    await writer.drain()
+                    if tunnel.name == "late-gone":
+                        return
                 writer.write(frame(Frame.DETACH))
                 await writer.drain()
                 assert await reader.read() == b""
