@@ -14,7 +14,18 @@ from pathlib import Path
 from bench.harness import Row
 from sojourn.node import tools
 
-MEASURES = ("create", "exec", "pause", "suspend", "snapshot", "fork", "density", "e2b", "store")
+MEASURES = (
+    "create",
+    "exec",
+    "pause",
+    "suspend",
+    "snapshot",
+    "fork",
+    "density",
+    "network",
+    "e2b",
+    "store",
+)
 ROOT = Path(__file__).parent.parent
 
 

@@ -60,8 +60,9 @@ def median(samples: list[float]) -> float:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[tuple[Sojourn, Path]]:
-    """A server on a directory of its own; all sessions are deleted at the end."""
+def server(settings: dict[str, str] | None = None) -> Iterator[tuple[Sojourn, Path]]:
+    """A server on a directory of its own, with further environment variables; all sessions are
+    deleted at the end."""
     directory = Path(tempfile.mkdtemp(prefix="sojourn-bench-"))
     data = directory / "data"
     with (directory / "log").open("wb") as log:
@@ -71,6 +72,7 @@ def server() -> Iterator[tuple[Sojourn, Path]]:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            env=os.environ | (settings or {}),
         )
     assert process.stdout is not None
     try:
