@@ -249,6 +249,9 @@ def test_a_repeated_key_makes_one_sandbox() -> None:
         Sandbox.create(idempotency_key="made-once", metadata={"key": "2"})
     assert raised.value.status_code == 409
     first.kill()
+    with pytest.raises(SandboxException) as raised:
+        Sandbox.create(idempotency_key="made-once", metadata={"key": "1"})
+    assert raised.value.status_code == 404
 
 
 # -- snapshots and forks ------------------------------------------------------------------------
@@ -373,6 +376,29 @@ def test_code_through_a_pause(code: CodeSandbox) -> None:
     code.pause()
     woken = CodeSandbox.connect(code.sandbox_id, timeout=600)
     assert woken.run_code("held", context=context).text == "[1, 2]"
+
+
+def test_code_that_a_pause_interrupts_is_no_result(code: CodeSandbox) -> None:
+    ended: list[BaseException] = []
+    context = code.create_code_context()
+
+    def work() -> None:
+        try:
+            long = "import time; open('/tmp/begun', 'w'); time.sleep(300)"
+            code.run_code(long, context=context)
+        except SandboxException as error:
+            ended.append(error)
+
+    working = threading.Thread(target=work)
+    working.start()
+    eventually(lambda: code.files.exists("/tmp/begun"))
+    code.pause()
+    working.join(20)
+    assert [type(error) for error in ended] == [TimeoutException]
+    woken = CodeSandbox.connect(code.sandbox_id, timeout=600)
+    # It goes on where it was; who wants its context for something else has it begin anew.
+    woken.restart_code_context(context)
+    assert woken.run_code("1", context=context).text == "1"
 
 
 def test_the_asynchronous_interpreter(code: CodeSandbox) -> None:
@@ -546,6 +572,27 @@ def test_every_port_has_an_address(box: Sandbox) -> None:
     assert get(host).status_code == 503
     Sandbox.connect(box.sandbox_id)
     assert get(host).text == "served inside"
+
+
+def test_output_nobody_reads_holds_nothing_back_after_a_wake_by_a_port() -> None:
+    box = Sandbox.create(timeout=300, lifecycle={"on_timeout": "pause", "auto_resume": True})
+    box.commands.run(
+        "python3 -m http.server 8000 & while [ ! -e /tmp/go ]; do sleep 0.05; done;"
+        " head -c 40000000 /dev/zero; touch done; wait",
+        background=True,
+        timeout=0,
+    )
+    host = box.get_host(8000)
+    address = f"http://127.0.0.1:{host.rpartition(':')[2]}/"
+    assert httpx.get(address, headers={"Host": host}, timeout=60).status_code == 200
+    box.pause()
+    # Woken by the port alone; no client of the SDK's asks anything until it is done.
+    assert httpx.get(address, headers={"Host": host}, timeout=60).status_code == 200
+    with Sojourn(url=box.connection_config.api_url, token=box.connection_config.api_key) as own:
+        session = own.sessions.get(str(session_id(box.sandbox_id)))
+        session.exec(["touch", "/tmp/go"])
+        eventually(lambda: session.exec(["test", "-e", "/home/user/done"]).ok, timeout=60)
+    box.kill()
 
 
 def test_ports_of_other_sessions_stay_closed(box: Sandbox, client: Sojourn) -> None:

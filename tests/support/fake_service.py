@@ -632,6 +632,12 @@ class FakeService:
         async for piece in self._guest(who, ref).output(process, offsets):
             yield piece
 
+    async def discard_output(
+        self, who: Principal, ref: str, process: int, offsets: tuple[int, int]
+    ) -> None:
+        async for _ in self._guest(who, ref).output(process, offsets):
+            pass
+
     async def write_stdin(self, who: Principal, ref: str, process: int, data: bytes) -> None:
         await self._guest(who, ref).write(process, data)
 

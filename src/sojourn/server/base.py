@@ -271,6 +271,12 @@ class SessionService(Protocol):
     def output(
         self, who: Principal, ref: str, process: int, offsets: tuple[int, int]
     ) -> AsyncIterator[Output]: ...
+    async def discard_output(
+        self, who: Principal, ref: str, process: int, offsets: tuple[int, int]
+    ) -> None:
+        """Read its output to the end and drop it, so that it is not held back. Neither wakes a
+        session nor keeps it awake: returns at once where it does not run. Raises Interrupted."""
+
     async def write_stdin(self, who: Principal, ref: str, process: int, data: bytes) -> None: ...
     async def close_stdin(self, who: Principal, ref: str, process: int) -> None: ...
     async def signal(

@@ -439,6 +439,15 @@ class Sessions:
         """Its output."""
         return self._commands.output(who, ref, process, offsets)
 
+    async def discard_output(
+        self, who: Principal, ref: str, process: int, offsets: tuple[int, int]
+    ) -> None:
+        """Read output that nobody wants."""
+        active = await self._context.registry.find(who.tenant, ref)
+        if active.state is SessionState.RUNNING:
+            async for _ in self._context.sandbox(active).guest.output(process, offsets):
+                pass
+
     async def write_stdin(self, who: Principal, ref: str, process: int, data: bytes) -> None:
         """Write to its input."""
         await self._commands.write_stdin(who, ref, process, data)

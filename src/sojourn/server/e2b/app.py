@@ -41,6 +41,7 @@ from sojourn.server.e2b.sandboxes import TEMPLATE, Sandboxes, Settings
 from sojourn.server.e2b.watchers import Watchers
 
 API, FILES, CODE, UNARY, STREAM = "api", "files", "code", "unary", "stream"
+_ENDING = frozenset({"pause", "suspend", "delete"})
 _log = logging.getLogger(__name__)
 _HOST = re.compile(rb"(\d{1,5})-(ses-[0-9a-z]{24})\.")
 _S = r"(?P<sandbox>[^/]+)"
@@ -207,18 +208,24 @@ class E2B:
             try:
                 info = await self._service.get(who, session)
                 if TEMPLATE not in info.labels:
-                    continue  # asking for the processes of a session may wake it
+                    continue
                 await self._sandboxes.domain()
-                if info.state == "running" and info.operation is None:
-                    await self._drains.resume(who, session)
+                self._drains.watch(who, session)
             except SojournError as error:
                 _log.debug("session %s is not taken up: %s", session, error)
+        await self._drains.run()
 
     async def _health(self, call: Call) -> ASGIApp:
         """GET /health: whether the sandbox runs."""
         name = ids.sandbox_id(call.session)
         try:
             info = await self._service.get(call.who, call.session)
+            if info.operation is not None:
+                # Clients ask this when a connection broke: what counts is where it is going.
+                under_way = await self._service.operation(call.who, info.operation)
+                if under_way.verb in _ENDING:
+                    await self._sandboxes.settled(call.who, info)
+                    info = await self._service.get(call.who, call.session)
         except SessionNotFound:
             raise failures.not_running(name, "it was killed or reached its timeout") from None
         if info.state not in ("running", "creating"):

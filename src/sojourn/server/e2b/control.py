@@ -61,7 +61,8 @@ class Control:
         key = call.header(b"idempotency-key")
         with call.shutdown.cancellable():
             info = await self._sandboxes.create(call.who, asked, key)
-            await self._rooms.prepare(call, info)
+            if info.state == "running":  # one that a key made before may sleep
+                await self._rooms.prepare(call, info)
         return answer(await self._sandboxes.opened(call.who, info), 201)
 
     async def get(self, call: Call) -> ASGIApp:

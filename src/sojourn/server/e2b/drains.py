@@ -1,8 +1,9 @@
 """Output that nobody reads.
 
 Guarantee: commands are started so that none of their output is lost to a slow reader, which holds
-them back instead; here is read and dropped what has no reader, so that none is held back for ever:
-after its client left, after a pause, and after a restart of the server.
+them back instead; here is read and dropped what has no reader, so that none is held back for long:
+after its client left, after a pause however it ended, and after a restart of the server. That keeps
+no session awake.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from sojourn.errors import Interrupted, OutputTruncated, SojournError
+from sojourn.errors import Interrupted, OutputTruncated, SessionNotFound, SojournError
 from sojourn.server.base import Principal, SessionService
 from sojourn.wire.guest import ProcessState
 
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 TAG = "e2b:"
 """Before the tag a client gave; processes of others are left to them."""
+_LOOK_SECONDS = 2.0
 
 
 class Drains:
@@ -27,6 +29,8 @@ class Drains:
         self._service = service
         self._readers: dict[tuple[str, int], int] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        # In which placement the commands of a session were last looked at (0: not yet).
+        self._watched: dict[str, tuple[Principal, int]] = {}
 
     async def stop(self) -> None:
         """Read nothing more."""
@@ -34,6 +38,26 @@ class Drains:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def watch(self, who: Principal, session: str) -> None:
+        """It may have commands: they are looked at each time it begins to run."""
+        self._watched.setdefault(session, (who, 0))
+
+    async def run(self) -> None:
+        """Look for sessions that something else than a client of E2B's has woken."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for session, (who, epoch) in list(self._watched.items()):
+                try:
+                    state, now = await self._service.standing(who, session)
+                    if state == "running" and now != epoch:
+                        await self.resume(who, session, now)
+                except SessionNotFound:
+                    self._watched.pop(session, None)
+                except SojournError as error:
+                    log.debug("commands of %s are not looked at: %s", session, error)
+
+    # -- readers ----------------------------------------------------------------------------
 
     def attended(self, session: str, process: int) -> None:
         """Somebody reads it now."""
@@ -62,8 +86,10 @@ class Drains:
         if not ended:
             self._drain(who, key, offsets)
 
-    async def resume(self, who: Principal, session: str) -> None:
-        """Take up again what was read of a session's commands before a pause or a restart."""
+    async def resume(self, who: Principal, session: str, epoch: int) -> None:
+        """Take up again what was read of a session's commands before it was put away, or before
+        the server was started."""
+        self._watched[session] = (who, epoch)
         for state in await self._service.processes(who, session):
             key = (session, state.id)
             if self._unread(state) and key not in self._readers and key not in self._tasks:
@@ -85,15 +111,11 @@ class Drains:
     async def _read(self, who: Principal, key: tuple[str, int], offsets: tuple[int, int]) -> None:
         session, process = key
         try:
-            info = await self._service.get(who, session)
-            if info.state != "running":
-                return  # it is taken up again when it is woken
-            try:
-                async for _ in self._service.output(who, session, process, offsets):
-                    pass
-            except OutputTruncated:
-                log.debug("output of process %d of %s is gone already", process, session)
+            await self._service.discard_output(who, session, process, offsets)
         except Interrupted:
             return  # put away: it is taken up again when it is woken
+        except OutputTruncated as error:
+            # Gone already, so there is something to go on from.
+            log.debug("output of process %d of %s is gone: %s", process, session, error)
         except SojournError as error:
             log.debug("nobody reads process %d of %s: %s", process, session, error)

@@ -7,6 +7,7 @@ arrives when it is done.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import signal as signals
 import time
@@ -15,9 +16,19 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
-from litestar.types import ASGIApp
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
-from sojourn.errors import Conflict, InvalidRequest, NotFound, ProcessNotFound, SojournError
+from sojourn.errors import (
+    Conflict,
+    Interrupted,
+    InvalidRequest,
+    NotFound,
+    ProcessNotFound,
+    SandboxLost,
+    SessionNotFound,
+    SojournError,
+    WrongState,
+)
 from sojourn.server.answers import StreamAnswer
 from sojourn.server.checks import check_code
 from sojourn.server.e2b import ids
@@ -124,6 +135,21 @@ def _decoded(value: str) -> Any:
         return value
 
 
+class _Breakable:
+    """An answer that is left without its end once `cut` is set."""
+
+    def __init__(self, answer: ASGIApp, cut: asyncio.Event) -> None:
+        self._answer = answer
+        self._cut = cut
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def passed(message: Message) -> None:
+            if not self._cut.is_set():
+                await send(message)
+
+        await self._answer(scope, receive, passed)
+
+
 class Interpreters:
     """The routes of port 49999."""
 
@@ -147,16 +173,23 @@ class Interpreters:
             if context != DEFAULT:
                 raise NotFound(f"Context {context} not found", next_step="Create one.")
             await self._begin(call, context, _HOME, shared)
-        return StreamAnswer(
+        cut = asyncio.Event()
+        answer = StreamAnswer(
             self._run(call, request, asked.env_vars or {}),
             call.shutdown,
             media_type=b"application/x-ndjson",
             heartbeat=_HEARTBEAT,
-            encode_error=lambda error: self._failed(call, error),
+            encode_error=lambda error: self._failed(call, error, cut),
         )
+        return _Breakable(answer, cut)
 
-    def _failed(self, call: Call, error: SojournError) -> bytes:
+    def _failed(self, call: Call, error: SojournError, cut: asyncio.Event) -> bytes:
         """A failure in the middle, which no status can tell any more."""
+        if isinstance(error, (Interrupted, SandboxLost, SessionNotFound, WrongState)):
+            # The client takes a connection that breaks for what it is, and asks whether the
+            # sandbox runs; a whole answer would be a result of the code.
+            cut.set()
+            return b""
         return _line(
             "error",
             name=type(error).__name__,

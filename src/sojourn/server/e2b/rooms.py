@@ -67,7 +67,7 @@ class Rooms:
             call.who, info.id, "files.prepare /home/user", mutates=True
         ) as guest:
             await users.prepare(guest)
-        await self._drains.resume(call.who, info.id)
+        await self._drains.resume(call.who, info.id, info.epoch)
         if len(self._prepared) >= _REMEMBERED:
             self._prepared.clear()
         self._prepared[info.id] = (info.epoch, environment(info))

@@ -105,6 +105,13 @@ def check_seconds(seconds: int) -> int:
     return seconds
 
 
+def _there(made: SessionInfo | None) -> SessionInfo:
+    """What a request made. Raises NotFound where a key stands for what was removed since."""
+    if made is None:
+        raise NotFound("the sandbox this idempotency key made is gone", next_step="Use a new key.")
+    return made
+
+
 class Sandboxes:
     """The verbs of E2B's control plane."""
 
@@ -216,8 +223,10 @@ class Sandboxes:
         )
         if template is not None:
             request = msgspec.structs.replace(request, template=template)
-        result: SessionInfo = await self.finish(who, await self.service.create(who, request, key))
-        return result
+        made: SessionInfo | None = await self.finish(
+            who, await self.service.create(who, request, key)
+        )
+        return _there(made)
 
     def _refuse(self, asked: NewSandbox) -> None:
         for field, given in (
@@ -269,7 +278,10 @@ class Sandboxes:
             ForkRequest(start=False, labels=labels | {SNAPSHOT: "", SOURCE: ""}),
             key,
         )
-        child: SessionInfo = (await self.finish(who, forked))[0]
+        children: list[SessionInfo] = await self.finish(who, forked)
+        child = _there(children[0] if children else None)
+        if key is not None and child.labels.get(SOURCE) != "":
+            return child  # the key was used before: it is made already
         await self.service.update(who, child.id, UpdateSession(labels=labels, policy=policy))
         try:
             return await self._wake(who, child, asked.timeout)
