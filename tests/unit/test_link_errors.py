@@ -51,5 +51,22 @@ def test_a_start_names_what_failed() -> None:
     assert "/gone" in error.message
 
 
+@pytest.mark.parametrize(
+    ("op", "number", "kind", "cure"),
+    [
+        (Op.DIAL, errno.ECONNREFUSED, errors.Conflict, "listens there"),
+        (Op.DIAL, errno.EAGAIN, errors.QuotaExceeded, "Close connections"),
+        (Op.NETWORK, errno.EADDRINUSE, errors.Conflict, "End the program"),
+        (Op.NETWORK, errno.ENOSYS, errors.Unsupported, "fork its files"),
+    ],
+)
+def test_network_errors_say_what_helps(
+    op: Op, number: int, kind: type[errors.SojournError], cure: str
+) -> None:
+    error = error_of(op, number, body(0, b"port 80"))
+    assert type(error) is kind
+    assert cure in (error.next_step or "")
+
+
 def test_a_broken_error_body_is_still_an_error() -> None:
     assert type(error_of(Op.WAIT, errno.ESRCH, b"")) is errors.ProcessNotFound

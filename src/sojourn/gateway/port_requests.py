@@ -18,6 +18,8 @@ import re
 
 import msgspec
 
+from sojourn.gateway.heads import HOP
+
 Headers = list[tuple[bytes, bytes]]
 
 TOKEN_NAME = b"sojourn_token"
@@ -25,17 +27,6 @@ _BEARER = re.compile(rb"(?i:bearer) +([^\s]{1,512})")
 _PATH = re.compile(rb"/s/(ses_[a-z0-9]{24})/([1-9][0-9]{0,4})(?=[/?]|$)")
 _LABEL = re.compile(r"([1-9][0-9]{0,4})-ses-([a-z0-9]{24})")
 
-_CONNECTION = {
-    b"connection",
-    b"keep-alive",
-    b"proxy-connection",
-    b"proxy-authenticate",
-    b"proxy-authorization",
-    b"te",
-    b"trailer",
-    b"transfer-encoding",
-    b"upgrade",
-}
 _FORWARDED = {
     b"forwarded",
     b"x-forwarded-for",
@@ -212,7 +203,7 @@ def _listed(headers: Headers) -> set[bytes]:
 
 def _end_to_end(headers: Headers) -> Headers:
     # What frames a message is no option of the connection, whatever a sender says.
-    listed = (_listed(headers) | _CONNECTION) - {b"content-length", b"host"}
+    listed = (_listed(headers) | HOP) - {b"content-length", b"host"}
     return [(key, value) for key, value in headers if key not in listed]
 
 

@@ -94,11 +94,10 @@ def _of_network(number: int, cause: str, about: bytes) -> errors.SojournError:
         return errors.QuotaExceeded(
             message, next_step="Close connections of the session, then try again.", errno=number
         )
-    return errors.Conflict(
-        message,
-        next_step="Start a program in the session that listens there, then try again.",
-        errno=number,
-    )
+    next_step = "Start a program in the session that listens there, then try again."
+    if number == errno.EADDRINUSE:
+        next_step = "End the program in the session that listens at port 3128, then try again."
+    return errors.Conflict(message, next_step=next_step, errno=number)
 
 
 def _of_file(op: int, number: int, cause: str, about: bytes) -> errors.SojournError:
