@@ -83,10 +83,20 @@ class Outside:
             self._own = (now, found)
         return found
 
-    async def resolve(self, name: str) -> list[Address]:
-        """All addresses of a name. Raises NoName, TimeoutError."""
+    async def resolve(self, name: str, slots: asyncio.Semaphore) -> list[Address]:
+        """All addresses of a name. One of the slots is taken for as long as a thread is at it, also
+        when nobody waits for that any more. Raises NoName, TimeoutError."""
+        await slots.acquire()
+        looking = asyncio.ensure_future(self._run(self._pool, lambda: self._lookup(name)))
+
+        def looked(done: asyncio.Future[list[Address]]) -> None:
+            slots.release()
+            if not done.cancelled():
+                done.exception()  # told to whoever still waits
+
+        looking.add_done_callback(looked)
         async with asyncio.timeout(CONNECT_SECONDS):
-            found = await self._run(self._pool, lambda: self._lookup(name))
+            found = await asyncio.shield(looking)
         return found[:_MOST_ADDRESSES]
 
     async def connect(

@@ -143,8 +143,7 @@ class Scope:
         else:
             assert host.name is not None
             try:
-                async with self._resolving:
-                    found = await self.outside.resolve(host.name)
+                found = await self.outside.resolve(host.name, self._resolving)
             except NoName as error:
                 raise Unreached(f"{host} cannot be resolved", Refusal.NAME) from error
             except TimeoutError as error:
