@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from e2b import get_signature
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sojourn import errors
@@ -92,6 +92,7 @@ def test_the_key_is_made_once_and_is_the_owners_alone(tmp_path: Path) -> None:
 # -- messages -----------------------------------------------------------------------------------
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.binary(max_size=50), max_size=5), st.integers(1, 30))
 def test_messages_come_out_as_they_went_in(parts: list[bytes], size: int) -> None:
     stream = b"".join(connect.envelope({"data": {"input": {"stdin": part}}}) for part in parts)
@@ -273,6 +274,7 @@ def test_modes_are_written_as_the_sdk_expects() -> None:
     assert letters("file", 0o4755) == "urwxr-xr-x"
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.text(st.characters(codec="utf-8", exclude_characters="%\\"), min_size=1))
 def test_names_in_forms_come_back(name: str) -> None:
     written = "".join(
@@ -281,6 +283,7 @@ def test_names_in_forms_come_back(name: str) -> None:
     assert contents.unescaped(written) == name
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=5000), st.integers(1, 700))
 def test_compressed_contents_come_back(data: bytes, size: int) -> None:
     half = len(data) // 2
