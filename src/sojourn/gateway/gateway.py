@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sojourn.errors import InvalidRequest, SandboxLost
 from sojourn.gateway.authority import Authority, open_authority
+from sojourn.gateway.carriers import Carriers
 from sojourn.gateway.control import Request
 from sojourn.gateway.inbound import Inbound
 from sojourn.gateway.messages import Attach, Detach, Start
@@ -22,7 +23,7 @@ from sojourn.gateway.ports import Ports, serve_ports
 from sojourn.gateway.records import Recorder, Server
 from sojourn.gateway.resolving import Outside
 from sojourn.gateway.scopes import Scope
-from sojourn.gateway.tunnels import Carriers, Tunnel
+from sojourn.gateway.tunnels import Tunnel
 from sojourn.wire.tunnels import Kind
 
 MOST_TUNNELS = 1024
