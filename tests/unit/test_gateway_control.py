@@ -11,7 +11,7 @@ import pytest
 
 from sojourn.errors import HostUnfit, SojournError, Unreachable
 from sojourn.gateway.control import Control, Request
-from sojourn.gateway.messages import Attach, Detach, Granted
+from sojourn.gateway.messages import MAX_FRAME, Attach, Detach, Granted
 from sojourn.model.network import NetworkPolicy, SecretUse
 
 _VALUE = "sk-very-secret"
@@ -115,13 +115,17 @@ def test_what_is_no_message_ends_the_channel(sent: bytes) -> None:
 
 
 def test_a_message_over_the_limit_is_not_sent() -> None:
+    asked_for: list[Request] = []
+
     async def asked(body: Request) -> None:
-        raise AssertionError(body)
+        asked_for.append(body)
 
     async def work() -> None:
         one, _, _ = await pair(asked)
-        with pytest.raises(SojournError):
-            await one.request(Detach("a" * (2 << 20)))
+        with pytest.raises(SojournError, match="over the limit"):
+            await one.request(Detach("a" * MAX_FRAME))
+        await one.request(Detach("b"))
+        assert asked_for == [Detach("b")]
         one.close()
 
     run(work())
