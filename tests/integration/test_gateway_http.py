@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from sojourn.gateway import http, outbound, records
-from sojourn.gateway.messages import Granted
+from sojourn.gateway.messages import Attach, Granted
 from sojourn.model.network import (
     Effect,
     NetworkMode,
@@ -78,6 +78,7 @@ def rig(shared: Rig) -> Iterator[Rig]:
     shared.world.requests.clear()
     yield shared
     shared.server.failing = shared.server.hanging = False
+    shared.server.gate = None
     shared.detach()
 
 
@@ -358,13 +359,14 @@ def test_tls_passes_through_unopened_where_a_rule_says_so(rig: Rig) -> None:
 # Secrets
 
 
-async def _ask(rig: Rig, path: str, *more: str, tls: bool = True) -> bytes:
+async def _ask(rig: Rig, path: str, *more: str, tls: bool = True, method: str = "GET") -> bytes:
+    asked = request("example.com", path, "Connection: close", *more, method=method)
     if tls:
         stream = await rig.tls("example.com", 443, "example.com")
-        await stream.write(request("example.com", path, "Connection: close", *more))
+        await stream.write(asked)
         return await stream.all()
     tunnel = await rig.open("example.com", 80)
-    await tunnel.write(request("example.com", path, "Connection: close", *more))
+    await tunnel.write(asked)
     return await tunnel.all()
 
 
@@ -474,6 +476,23 @@ def test_what_is_not_recorded_does_not_leave(
     assert len(rig.world.requests) == before
     setattr(rig.server, how, False)
     assert rig.run(attempt(rig, "example.com", 80, ask)) == "200"
+
+
+def test_a_secret_that_was_taken_away_meanwhile_does_not_leave(rig: Rig) -> None:
+    async def run() -> bytes:
+        gate = rig.server.gate = asyncio.Event()
+        asking = asyncio.ensure_future(_ask(rig, "/", "Content-Length: 0", method="POST"))
+        while not rig.server.began:
+            await asyncio.sleep(0.01)
+        await rig.gateway.handle(
+            Attach("sbx", "ses", "ten", 1, str(rig.socket()), POLICY, SECRETS[1:])
+        )
+        gate.set()
+        return await asking
+
+    assert rig.run(run()).startswith(b"HTTP/1.1 503")
+    assert rig.world.requests == []
+    assert rig.run(rig.ended(1))[0].outcome == "failed"
 
 
 def test_requests_wait_while_the_server_takes_no_records(

@@ -23,17 +23,21 @@ SECONDS = 30
 
 
 class RecordingServer:
-    """What the gateway tells; `failing` makes it answer with an error, `hanging` not at all."""
+    """What the gateway tells; `failing` makes it answer with an error, `hanging` not at all, `gate`
+    when that is set."""
 
     def __init__(self) -> None:
         self.bodies: list[Began | Ended] = []
         self.failing = False
         self.hanging = False
+        self.gate: asyncio.Event | None = None
 
     async def request(self, body: Began | Ended) -> None:
         self.bodies.append(body)
         if self.hanging:
             await asyncio.sleep(3600)
+        if self.gate is not None:
+            await self.gate.wait()
         if self.failing:
             raise SojournError("the database is away")
 

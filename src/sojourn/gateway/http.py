@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import h11
@@ -17,6 +18,7 @@ import msgspec
 from sojourn.gateway.answers import Refused, denied, malformed, render, unreached
 from sojourn.gateway.exchanges import Event, Exchange
 from sojourn.gateway.heads import absolute, has_body, host_header, outgoing, wants_websocket
+from sojourn.gateway.messages import Granted
 from sojourn.gateway.names import Host, HostRefused, read_authority
 from sojourn.gateway.records import NotRecorded, Record, idempotent
 from sojourn.gateway.rules import Verdict, judge_request
@@ -125,9 +127,8 @@ class Exchanges:
             raise denied(verdict)
         self._count()
         upgrade = wants_websocket(request)
-        placed = place(
-            self._scope.granted, host.name, self._way.tls, target, outgoing(request.headers)
-        )
+        granted = self._scope.granted
+        placed = place(granted, host.name, self._way.tls, target, outgoing(request.headers))
         if placed.scrubber is not None and upgrade:
             # A compressed stream cannot be searched for values.
             placed.headers = [
@@ -145,7 +146,7 @@ class Exchanges:
             secrets_used=placed.names,
         )
         out = self._outgoing_head(request, said, placed, upgrade)
-        await self._send(out, host, port, placed, record)
+        await self._send(out, host, port, placed, record, granted)
         return None
 
     async def _head(self) -> h11.Request | None:
@@ -295,7 +296,13 @@ class Exchanges:
         return self._upstream
 
     async def _send(
-        self, head: h11.Request, host: Host, port: int, placed: Placed, record: Record
+        self,
+        head: h11.Request,
+        host: Host,
+        port: int,
+        placed: Placed,
+        record: Record,
+        granted: Sequence[Granted],
     ) -> None:
         repeatable = idempotent(head.method.decode()) and not has_body(head)
         try:
@@ -307,6 +314,13 @@ class Exchanges:
                 if isinstance(outcome, BaseException):
                     raise outcome
             assert isinstance(reached, _Upstream)
+            if placed.names and self._scope.granted != granted:
+                raise Refused(
+                    503,
+                    "secrets_changed",
+                    "the session's secrets were changed before the request was sent",
+                    "Try again.",
+                )
             try:
                 await self._run(head, reached, placed, record)
             except Refused:
