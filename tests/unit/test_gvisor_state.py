@@ -125,7 +125,8 @@ def test_configuration_is_the_same_for_the_same_specification() -> None:
     config = oci_config(spec, Path("/kept"))
     assert config == oci_config(spec, Path("/kept"))
     assert config["process"]["env"] == ["A=1"]
-    assert config["process"]["args"] == ["/run/sojourn/supervisor", "--max-processes", "5"]
+    supervisor = ["/run/sojourn/supervisor", "--own-network"]
+    assert config["process"]["args"] == [*supervisor, "--max-processes", "5"]
     targets = [mount["destination"] for mount in config["mounts"]]
     assert targets.index("/run") < targets.index("/run/sojourn/node")
     assert targets.index("/dev") < targets.index("/dev/shm")
