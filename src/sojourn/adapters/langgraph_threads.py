@@ -1,0 +1,297 @@
+"""The sessions of LangGraph's threads: which snapshot belongs to which checkpoint.
+
+Guarantee: a snapshot's label names the checkpoint its task ran on and the task, and it counts only
+where the checkpoints hold that task's result. What a checkpoint saw is thus found from what is
+recorded alone, also by a process that knows nothing of the one before; a snapshot whose result was
+never recorded is passed over.
+
+The world at a checkpoint is the newest snapshot of a task that led to it: of the checkpoint itself
+when its tasks are under way again, else of its parents in turn; a checkpoint that did not come of
+its parent's tasks (`input`, `update`, `fork`) has the world that its parent began with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.base import WRITES_IDX_MAP, CheckpointTuple
+
+from sojourn.adapters import commands
+from sojourn.client import Session, Sojourn
+from sojourn.errors import (
+    InvalidRequest,
+    NameTaken,
+    SessionNotFound,
+    SnapshotNotFound,
+    Unsupported,
+)
+from sojourn.wire.api import SnapshotInfo
+
+GATE_SECONDS = 60.0
+"""How long a task waits for the results of the tasks before it to be recorded."""
+
+_RUNTIME = "__pregel_runtime"  # is in the configuration of a run, not of a look at its state
+_TASK = "__pregel_task_id"
+_MAP = "checkpoint_map"
+_START = "langgraph-start"
+
+T = TypeVar("T")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a node is: its thread, the checkpoint of the whole graph it runs on, its task."""
+
+    thread: str
+    root: str
+    task: str
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What is asked of the checkpoints: one of them, or all of a thread."""
+
+    config: RunnableConfig
+    all: bool = False
+
+
+Asking = Generator[Wanted, list[CheckpointTuple], T]
+
+
+def thread_of(config: RunnableConfig) -> str:
+    """The thread of a configuration."""
+    return str(config["configurable"]["thread_id"])
+
+
+def begins_run(config: RunnableConfig) -> bool:
+    """Whether this is how the run of a whole graph asks for its checkpoint."""
+    configurable = config["configurable"]
+    return _RUNTIME in configurable and not configurable.get(_MAP)
+
+
+def place_of(config: RunnableConfig) -> Place:
+    """Where the node of a configuration is. Raises InvalidRequest when it is not one of a node."""
+    configurable = config.get("configurable", {})
+    try:
+        root = configurable[_MAP][""]
+        return Place(thread_of(config), root, configurable[_TASK])
+    except KeyError as error:
+        raise InvalidRequest(
+            "this is not the configuration of a node in a graph with a checkpointer",
+            next_step="Take `config: RunnableConfig` as the node's second argument and pass it on.",
+        ) from error
+
+
+def root_of(config: RunnableConfig) -> str:
+    """The checkpoint of the whole graph under which writes are recorded."""
+    configurable = config["configurable"]
+    found: Mapping[str, str] = configurable.get(_MAP) or {}
+    return str(found.get("") or configurable["checkpoint_id"])
+
+
+def label_of(root: str, task: str) -> str:
+    """How the snapshot of a task is found."""
+    return f"langgraph {root} {hashlib.sha256(task.encode()).hexdigest()[:24]}"
+
+
+class _Thread:
+    """What this process knows of a thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # one task at a time finds its place
+        self.change = threading.Condition()
+        self.users: dict[str, str] = {}  # tasks under way that have the session, and their roots
+        self.positioned = False  # this run has found its place
+        self.clean: str | None = None  # the snapshot that the session is at, untouched
+        self.session: Session | None = None
+
+
+class Threads:
+    """The sessions of all threads."""
+
+    def __init__(self, client: Sojourn, prefix: str, create: Mapping[str, Any]) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._create = dict(create)
+        self._known: dict[str, _Thread] = {}
+        self._lock = threading.Lock()
+
+    def _thread(self, thread: str) -> _Thread:
+        with self._lock:
+            return self._known.setdefault(thread, _Thread())
+
+    def name(self, thread: str) -> str:
+        """The name of a thread's session: threads are named by anything, sessions are not."""
+        return self._prefix + hashlib.sha256(thread.encode()).hexdigest()[:24]
+
+    def begin(self, thread: str) -> None:
+        """A run begins: tasks of another are over, whatever they left."""
+        known = self._thread(thread)
+        with known.change:
+            if known.users:
+                known.clean = None
+            known.users.clear()
+            known.positioned = False
+            known.change.notify_all()
+
+    # -- a task comes to its session
+
+    @contextlib.contextmanager
+    def entering(self, place: Place) -> Iterator[None]:
+        """Wait until the tasks of checkpoints before this one are recorded, and hold off others.
+        Raises Unsupported when they never are."""
+        known = self._thread(place.thread)
+        deadline = time.monotonic() + GATE_SECONDS
+        with known.change:
+            while any(root != place.root for root in known.users.values()):
+                if not known.change.wait(deadline - time.monotonic()):
+                    raise Unsupported(
+                        "the tasks before this one are not recorded, so there is no going back",
+                        next_step='Run the graph with durability="sync" or "async".',
+                    )
+        known.lock.acquire()
+        try:
+            yield
+        finally:
+            known.lock.release()
+
+    def positioned(self, place: Place) -> bool:
+        """Whether this run has brought the session to its place already."""
+        return self._thread(place.thread).positioned
+
+    def search(self, place: Place) -> Asking[str]:
+        """The snapshot that the node's checkpoint saw. Raises SnapshotNotFound when the session
+        has none of this graph."""
+        shots = sorted(self._session(place.thread).history(), key=_age, reverse=True)
+        root, with_tasks = place.root, True
+        while True:
+            config: RunnableConfig = {
+                "configurable": {"thread_id": place.thread, "checkpoint_id": root}
+            }
+            config["configurable"]["checkpoint_ns"] = ""
+            here = yield Wanted(config)
+            if with_tasks:
+                found = [one for one in shots if (one.label or "").startswith(f"langgraph {root} ")]
+                if found:
+                    recorded = yield from _recorded(place.thread, root, here)
+                    for one in found:
+                        if one.label in recorded:
+                            return one.id
+            if not here or here[0].parent_config is None:
+                break
+            with_tasks = here[0].metadata.get("source") == "loop"
+            root = here[0].parent_config["configurable"]["checkpoint_id"]
+        for one in shots:
+            if one.label == _START:
+                return one.id
+        raise SnapshotNotFound(
+            f"session {self.name(place.thread)} has no snapshot of its beginning"
+        )
+
+    def position(self, place: Place, snapshot: str) -> None:
+        """Bring the session to a snapshot, unless it is known to be at it."""
+        known = self._thread(place.thread)
+        if known.clean != snapshot:
+            self._session(place.thread).rollback(snapshot)
+        known.positioned = True
+
+    def hand_out(self, place: Place) -> Session:
+        """Give the session to a task."""
+        known = self._thread(place.thread)
+        with known.change:
+            known.users[place.task] = place.root
+            known.clean = None
+        return self._session(place.thread)
+
+    def _session(self, thread: str) -> Session:
+        known = self._thread(thread)
+        if known.session is None:
+            known.session = self._find(thread) or self._make(thread)
+        return known.session
+
+    def _find(self, thread: str) -> Session | None:
+        try:
+            return self._client.sessions.get(self.name(thread))
+        except SessionNotFound:
+            return None
+
+    def _make(self, thread: str) -> Session:
+        given = dict(self._create)
+        marks = commands.labels("langgraph", given.pop("labels", None))
+        try:
+            session = self._client.sessions.create(name=self.name(thread), labels=marks, **given)
+        except NameTaken:
+            session = self._client.sessions.get(self.name(thread))  # by another at the same moment
+        if not any(one.label == _START for one in session.history()):
+            session.snapshot(_START)
+        return session
+
+    # -- a task ends
+
+    @contextlib.contextmanager
+    def ending(
+        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task: str
+    ) -> Iterator[None]:
+        """Take the snapshot of a task that used the session, if these are its results; those after
+        it wait until they are recorded."""
+        known = self._thread(thread_of(config))
+        mine = known.users.get(task)
+        if mine is None:
+            yield
+            return
+        done = all(channel not in WRITES_IDX_MAP for channel, _ in writes)
+        shot: SnapshotInfo | None = None
+        try:
+            if done and known.session is not None:
+                shot = known.session.snapshot(label_of(root_of(config), task))
+            yield
+        finally:
+            with known.change:
+                if known.users.get(task) == mine:
+                    del known.users[task]
+                    # Nobody else has it in hand, so this is where it stays.
+                    known.clean = shot.id if shot is not None and not known.users else None
+                    known.change.notify_all()
+
+    # -- threads as a whole
+
+    def delete(self, thread: str) -> None:
+        """Delete the session of a thread, if it has one."""
+        with self._lock:
+            self._known.pop(thread, None)
+        session = self._find(thread)
+        if session is not None:
+            session.delete()
+
+    def fork(self, source: str, target: str) -> None:
+        """Fork the session of one thread for another, if it has one and the other has none."""
+        session = self._find(source)
+        if session is None or self._find(target) is not None:
+            return
+        with contextlib.suppress(NameTaken):  # by another at the same moment
+            session.fork(names=[self.name(target)], labels=dict(session.labels))
+
+
+def _age(one: SnapshotInfo) -> tuple[float, str]:
+    return one.created_at, one.id
+
+
+def _recorded(
+    thread: str, root: str, here: list[CheckpointTuple]
+) -> Generator[Wanted, list[CheckpointTuple], set[str]]:
+    """The labels of the tasks whose results are recorded under a checkpoint, in the graph itself
+    and in graphs within it."""
+    whole: RunnableConfig = {"configurable": {"thread_id": thread}}
+    inside = yield Wanted(whole, all=True)
+    return {
+        label_of(root, task)
+        for one in (*here, *inside)
+        if one in here or (one.metadata.get("parents") or {}).get("") == root
+        for task, channel, _ in one.pending_writes or ()
+        if channel not in WRITES_IDX_MAP
+    }
