@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from sojourn.database import Database, open_database
-from sojourn.database.writes import FinishOperation
+from sojourn.database.writes import FinishOperation, InsertSnapshot, UpdateSession
 from sojourn.errors import OutcomeUnknown, SojournError, Unreachable
 from sojourn.model import Session, SessionState
 from sojourn.model.snapshots import SnapshotConfig
@@ -23,6 +23,7 @@ from sojourn.server.context import Context
 from sojourn.server.guards import StoreGuard
 from sojourn.server.operations import Operations, Run
 from sojourn.server.registry import ActiveSession, Registry
+from sojourn.server.snapshots import Snapshots
 from sojourn.server.verbs import SealPlan, Verbs
 from support.databases import insert_session, make_session, make_snapshot
 
@@ -163,7 +164,7 @@ def test_what_was_sealed_is_put_away_however_long_the_database_is_away(
             await rig.context.commit(
                 rig.active,
                 {"state": SessionState.SUSPENDED, "head": plan.id},
-                verbs.InsertSnapshot(row),
+                InsertSnapshot(row),
                 run.finish(None),
             )
 
@@ -209,5 +210,44 @@ def test_a_commit_that_was_refused_is_no_outage(tmp_path: Path) -> None:
         made = Operations(rig.context, {"pause": body})
         begun = await made.begin(WHO, rig.active, "pause", {}, None)
         assert (await made.complete(begun)).result == 1
+
+    run(tmp_path, scenario)
+
+
+class Manifests:
+    """A store of manifests."""
+
+    def __init__(self) -> None:
+        self.ids: set[str] = set()
+
+    def delete_snapshot(self, id: str) -> None:
+        self.ids.discard(id)
+
+
+@pytest.mark.parametrize("fault", ["refused", "away", "after", "given up"])
+def test_what_may_be_referred_to_is_never_withdrawn(tmp_path: Path, fault: str) -> None:
+    async def scenario(rig: Rig) -> None:
+        store = rig.context.store = Manifests()
+        made: Any = Snapshots.__new__(Snapshots)
+        made._context = rig.context
+        made.collect_soon = lambda: None
+        row = make_snapshot(rig.active.session)
+        store.ids.add(row.id)
+        writes: list[Any] = [InsertSnapshot(row)]
+        if fault == "refused":
+            writes.append(UpdateSession(rig.active.id, {SessionState.PAUSED}, 1, {}))
+        elif fault != "given up":
+            setattr(rig.outage, fault, 1)
+        committing = asyncio.create_task(made.refer(writes, [row.id]))
+        if fault == "given up":
+            await asyncio.sleep(0)
+            committing.cancel()
+        with pytest.raises((SojournError, asyncio.CancelledError)):
+            await committing
+        rig.outage.away = 0
+        await rig.outage.commit([])  # what was asked before is done by now
+        rows = {one.id for one in await rig.outage.list_snapshots(rig.active.id)}
+        assert rows <= store.ids  # no row without its manifest
+        assert (row.id in store.ids) == (fault in ("after", "given up"))
 
     run(tmp_path, scenario)

@@ -143,25 +143,26 @@ class Imports:
             )
             faultpoints.reach("import.take")
             rows: list[SnapshotRecord] = []
-            try:
-                async with context.guard.publishing():
+            async with context.guard.publishing():
+                try:
                     for old in archive.snapshots:
                         row = await self._publish(who, session, old, ids)
                         note = notes[old.id]
                         rows.append(
                             msgspec.structs.replace(row, label=note.label, thinned=note.thinned)
                         )
-                    faultpoints.reach("import.publish")
-                    results = await context.database.commit(
-                        [
-                            InsertSession(session),
-                            *(InsertSnapshot(row) for row in rows),
-                            _event(who, archive, session),
-                        ]
-                    )
-            except BaseException:
-                await asyncio.shield(self._withdraw(list(ids.values())))
-                raise
+                except BaseException:
+                    await asyncio.shield(self._snapshots.withdraw(list(ids.values())))
+                    raise
+                faultpoints.reach("import.publish")
+                results = await self._snapshots.refer(
+                    [
+                        InsertSession(session),
+                        *(InsertSnapshot(row) for row in rows),
+                        _event(who, archive, session),
+                    ],
+                    list(ids.values()),
+                )
         faultpoints.reach("import.commit")
         made = results[0]
         assert isinstance(made, Session)
@@ -178,11 +179,6 @@ class Imports:
             parent=ids[old.parent] if old.parent is not None else None,
         )
         return await self._snapshots.publish(new, who.tenant)
-
-    async def _withdraw(self, snapshots: list[str]) -> None:
-        for id in snapshots:
-            await asyncio.to_thread(self._context.store.delete_snapshot, id)
-        self._snapshots.collect_soon()
 
 
 def _event(who: Principal, archive: Archive, session: Session) -> AppendEvent:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from sojourn.errors import (
     CaptureRefused,
     Conflict,
     IntegrityError,
+    OutcomeUnknown,
     SnapshotNotFound,
     SojournError,
 )
@@ -140,9 +142,29 @@ class Snapshots:
             )
         except Conflict:
             # The session moved on or went meanwhile: nothing will refer to what was published.
-            await asyncio.to_thread(self._context.store.delete_snapshot, record.id)
-            self.collect_soon()
+            await self.withdraw([record.id])
             raise
+
+    async def refer(self, writes: Sequence[Write], published: Sequence[str]) -> list[Any]:
+        """Commit what refers to published snapshots, which are withdrawn where it is refused.
+
+        Where it may have been made all the same (nobody could tell, or whoever waited gave up) they
+        stay: a row without a manifest would be a promise that cannot be kept, and a manifest
+        without a row goes at the next start.
+        """
+        try:
+            return await self._context.database.commit(writes)
+        except OutcomeUnknown:
+            raise
+        except SojournError:
+            await asyncio.shield(self.withdraw(published))
+            raise
+
+    async def withdraw(self, published: Sequence[str]) -> None:
+        """Remove manifests that nothing refers to, or ever will."""
+        for id in published:
+            await asyncio.to_thread(self._context.store.delete_snapshot, id)
+        self.collect_soon()
 
     async def begin(
         self, active: ActiveSession, kind: SnapshotKind, *, memory: bool = True

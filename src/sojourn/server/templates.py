@@ -17,6 +17,7 @@ import re
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -95,7 +96,10 @@ class Templates:
         self._context = context
         self._snapshots = snapshots
         self._placements = placements
-        self._publishing: dict[tuple[str, str], asyncio.Lock] = {}
+        # By tenant and name, as long as somebody holds or awaits one.
+        self._publishing: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = (
+            weakref.WeakValueDictionary()
+        )
         self._unpacking = asyncio.Semaphore(_AT_ONCE)
 
     # -- from an image ----------------------------------------------------------------------
@@ -297,11 +301,7 @@ class Templates:
                 writes.append(run.finish(info))
             if also is not None:
                 writes.append(also)
-            try:
-                results = await self._context.database.commit(writes)
-            except BaseException:
-                await asyncio.shield(self._withdraw(record.id))
-                raise
+            results = await self._snapshots.refer(writes, [record.id])
         stored = results[0]
         assert isinstance(stored, Session)
         self._context.registry.update(stored)
@@ -311,10 +311,6 @@ class Templates:
         if step is not None:
             await self._forget_steps(stored)
         return info
-
-    async def _withdraw(self, snapshot: str) -> None:
-        await asyncio.to_thread(self._context.store.delete_snapshot, snapshot)
-        self._snapshots.collect_soon()
 
     async def _template(self, tenant: str, name: str) -> Session | None:
         try:

@@ -180,9 +180,9 @@ class Wakes:
                     self._looked[active.id] = now
                     self._turns.note(active, later=True)
         for id in message.quiet:
+            self._looked.pop(id.rpartition(":")[0], None)
             active = self._active(id)
             if active is not None:
-                self._looked.pop(active.id, None)
                 self._turns.note(active, later=True)
 
     def _keep_awake(self, active: ActiveSession) -> None:
