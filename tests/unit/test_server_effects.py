@@ -152,6 +152,55 @@ def test_ends_are_written_in_batches_whatever_was_deleted_meanwhile(tmp_path: Pa
     run(tmp_path, scenario)
 
 
+class Slow:
+    """A database whose commits wait until they may go on."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.go = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._database, name)
+
+    async def commit(self, writes: Any, *, durable: bool = True) -> list[Any]:
+        await self.go.wait()
+        return await self._database.commit(writes, durable=durable)
+
+
+def test_who_looks_sees_what_is_being_written_too(tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        slow: Any = Slow(rig.database)
+        rig.effects = Effects(slow, rig.registry)
+        await rig.ended(rig.effect())
+        writing = asyncio.create_task(rig.effects.flush())
+        await asyncio.sleep(0)
+        looking = asyncio.create_task(
+            rig.effects.page(rig.session, all=True, cursor=None, limit=10)
+        )
+        await asyncio.sleep(0.01)
+        slow.go.set()
+        assert len((await looking).items) == 1
+        await writing
+
+    run(tmp_path, scenario)
+
+
+def test_the_gateway_is_not_answered_while_too_much_waits_to_be_written(tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        slow: Any = Slow(rig.database)
+        rig.effects = Effects(slow, rig.registry)
+        told = [asyncio.create_task(rig.ended(rig.effect())) for _ in range(1500)]
+        await asyncio.sleep(0.1)
+        waiting = [one for one in told if not one.done()]
+        assert 250 <= len(waiting) <= 500
+        slow.go.set()
+        await asyncio.gather(*waiting)
+        page = await rig.effects.page(rig.session, all=True, cursor=None, limit=2000)
+        assert len(page.items) == 1500
+
+    run(tmp_path, scenario)
+
+
 def test_nothing_leaves_a_session_that_is_not_there(tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         with pytest.raises(SessionNotFound):

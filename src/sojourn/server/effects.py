@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _QUIET_SECONDS = 0.05
 _MOST_AT_ONCE = 200
+_MOST_WAITING = 1000  # ends that are not written yet
 _MOST_LISTED = 200  # with what a verb or a comparison tells
 _TOLD = 20  # in errors and events; all of them are asked for by themselves
 
@@ -54,19 +55,25 @@ class Effects:
         self._database = database
         self._registry = registry
         self._ended: list[Effect] = []
+        self._told = self._written = 0  # how many ended, and of how many that is dealt with
         self._flushing: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
 
     # -- record -----------------------------------------------------------------------------
 
     async def handle(self, message: Began | Ended) -> None:
-        """Record what the gateway tells. Of what is about to leave, returns when it is on disk.
+        """Record what the gateway tells. Of what is about to leave, returns when it is on disk; of
+        what ended, at once, but not while too much waits to be written: the gateway holds requests
+        up when it is not answered.
 
         Raises SessionNotFound, StorageFull: it must not leave then."""
         if isinstance(message, Ended):
             self._ended.append(message.effect)
+            self._told += 1
             if self._flushing is None or self._flushing.done():
                 self._flushing = asyncio.create_task(self._flush_soon(), name="effects")
+            while len(self._ended) > _MOST_WAITING:
+                await self._flush()
             return
         effect = message.effect
         await self._database.commit(
@@ -92,25 +99,36 @@ class Effects:
 
     async def _flush_soon(self) -> None:
         await asyncio.sleep(_QUIET_SECONDS)
-        while self._ended:
-            await self.flush()
+        await self.flush()
 
     async def flush(self) -> None:
-        """Write what ended since; nobody waits for it but who wants to see it."""
+        """Return when all that ended until now is written; nobody waits for it but who wants to see
+        it."""
+        told = self._told
+        while self._written < told:
+            await self._flush()
+
+    async def _flush(self) -> None:
         async with self._writing:
             batch, self._ended = self._ended[:_MOST_AT_ONCE], self._ended[_MOST_AT_ONCE:]
             if not batch:
                 return
             try:
-                await self._write(batch)
-            except SessionNotFound:
-                for effect in batch:
-                    try:
-                        await self._write([effect])
-                    except SessionNotFound:
-                        continue  # deleted meanwhile, with all there is of it
-            except SojournError as error:
-                log.error("the ends of %d requests are not on record: %s", len(batch), error)
+                await self._write_batch(batch)
+            finally:
+                self._written += len(batch)
+
+    async def _write_batch(self, batch: list[Effect]) -> None:
+        try:
+            await self._write(batch)
+        except SessionNotFound:
+            for effect in batch:
+                try:
+                    await self._write([effect])
+                except SessionNotFound:
+                    continue  # deleted meanwhile, with all there is of it
+        except SojournError as error:
+            log.error("the ends of %d requests are not on record: %s", len(batch), error)
 
     async def _write(self, effects: list[Effect]) -> None:
         writes: list[Write] = []
@@ -122,23 +140,16 @@ class Effects:
 
     async def interrupt(self) -> None:
         """Mark what was under way as interrupted: no gateway process knows of it any more."""
-        while self._ended:
-            await self.flush()
+        await self.flush()
         while found := await self._database.open_effects(limit=_MOST_AT_ONCE):
-            now = time.time()
-            await self._write(
-                [
-                    msgspec.structs.replace(one.effect, outcome="interrupted", ended_at=now)
-                    for one in found
-                ]
-            )
+            over = {"outcome": "interrupted", "ended_at": time.time()}
+            await self._write([msgspec.structs.replace(one.effect, **over) for one in found])
 
     # -- find -------------------------------------------------------------------------------
 
     async def left(self, session: Session, base: str, tip: str | None = None) -> EffectsLeft:
         """What going back from `tip` to `base` leaves behind; without a tip from the present."""
-        while self._ended:
-            await self.flush()
+        await self.flush()
         found, count = await self._database.effects_between(
             base,
             tip if tip is not None else session.head,
@@ -151,8 +162,7 @@ class Effects:
         self, session: Session, *, all: bool, cursor: str | None, limit: int
     ) -> EffectPage:
         """A page of what left a session, oldest first. Raises InvalidRequest."""
-        while self._ended:
-            await self.flush()
+        await self.flush()
         after = None if cursor is None else _read_cursor(cursor)
         found = await self._database.list_effects(session.id, all=all, after=after, limit=limit + 1)
         last = found[limit - 1].effect if len(found) > limit else None

@@ -160,6 +160,12 @@ class Gateway:
         await self.need()
         await self._attach(sandbox)
 
+    async def renew(self, sandbox: str) -> None:
+        """`attach` again as things are now, where the sandbox is served at all."""
+        wanted = self._wanted.get(sandbox)
+        if wanted is not None:
+            await self.attach(sandbox, wanted)
+
     async def detach(self, sandbox: str) -> None:
         """Serve a sandbox no more; its connections are reset. Idempotent."""
         if self._wanted.pop(sandbox, None) is None or not self._ready.is_set():
@@ -224,6 +230,10 @@ class Gateway:
                     self._error = "it was ended"
                 except (OSError, SojournError) as error:
                     self._error = getattr(error, "message", str(error))
+                except Exception as error:
+                    # A fault of this one must not be the end of every later one.
+                    log.exception("a fault while the gateway process was kept")
+                    self._error = f"a fault: {type(error).__name__}"
                 early = 0 if time.monotonic() - began > _WELL_SECONDS else early + 1
                 log.warning("the gateway process ended (%s); it is started again", self._error)
                 await self._told_lost()
@@ -236,6 +246,8 @@ class Gateway:
             await self._lost()
         except SojournError as error:
             log.error("what left sessions cannot be marked as interrupted: %s", error)
+        except Exception:
+            log.exception("a fault while what left sessions was marked as interrupted")
 
     async def _live(self) -> None:
         """One process, from its start to its end. Raises what ended it."""

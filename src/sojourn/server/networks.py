@@ -93,7 +93,8 @@ class Networks:
         self.gateway = Gateway(settings, authority, self.effects.handle, self.effects.interrupt)
         self.exposed: Callable[[str], bool] = lambda session: False
         secrets.on_change(self._secret_changed)
-        agent.ended = self.gateway.forget
+        self._serving: dict[str, str] = {}  # sandboxes, those that only start too, by session
+        agent.ended = self._ended
 
     async def recover(self) -> None:
         """At the start: what was under way when an earlier server ended was interrupted."""
@@ -175,6 +176,10 @@ class Networks:
         if session.sandbox is not None:
             await self.gateway.detach(session.sandbox)
 
+    def _ended(self, sandbox: str) -> None:
+        self._serving.pop(sandbox, None)
+        self.gateway.forget(sandbox)
+
     async def _apply(self, session: Session, sandbox: Sandbox) -> None:
         sandbox.provide(self._environment(session, sandbox.record))
         if self._served(session):
@@ -222,6 +227,7 @@ class Networks:
                 secrets=await self._granted(active.session.tenant, policy),
             )
 
+        self._serving[record.sandbox] = session
         try:
             await self.gateway.attach(record.sandbox, wanted)
         except SojournError as error:
@@ -247,11 +253,15 @@ class Networks:
             return None
 
     async def _secret_changed(self, tenant: str, name: str) -> None:
-        """A secret was set or removed: sandboxes that may use it get it, or lose it."""
-        for active in self._registry.all():
-            session = active.session
-            if not session.live or session.tenant != tenant or name not in session.network.secrets:
+        """A secret was set or removed: sandboxes that may use it get it, or lose it, also one
+        that is only starting and was served as things were."""
+        for sandbox, session in list(self._serving.items()):
+            active = self._registry.held(session)
+            if active is None or active.session.tenant != tenant:
                 continue
-            record = self._agent.record(session.sandbox or "")
-            if record is not None:
-                await self._serve(session.id, record)
+            if name in active.session.network.secrets:
+                try:
+                    await self.gateway.renew(sandbox)
+                except SojournError as error:
+                    # It is ended then, and the next one serves by what is in force.
+                    log.error("session %s has no network for now: %s", session, error)

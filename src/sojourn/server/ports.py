@@ -347,10 +347,10 @@ class Ports:
         return self._info(port)
 
     async def _apply(self, active: ActiveSession) -> None:
-        """Have a sandbox served that was not, or no longer."""
-        if active.session.live:
-            async with active.gate.closed("exposed ports"):
-                await self._networks.apply(active)
+        """Have a sandbox served that was not, or no longer. Also one that is only starting: what
+        was exposed when its start began is all that it knows of."""
+        async with active.gate.closed("exposed ports"):
+            await self._networks.apply(active)
 
     async def _expose(
         self, session: Session, request: ExposePort, sources: builtins.list[str]

@@ -1,0 +1,136 @@
+"""Changes that come while a sandbox is only starting: it has them when it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sojourn.database import Database, open_database
+from sojourn.gateway.messages import Attach
+from sojourn.model import Session, SessionState
+from sojourn.model.network import NetworkMode, NetworkPolicy, SecretUse
+from sojourn.server.base import Principal
+from sojourn.server.gateways import EgressSettings, Wanted
+from sojourn.server.networks import Networks
+from sojourn.server.ports import Ports, PortSettings
+from sojourn.server.registry import Registry
+from sojourn.server.secrets import Secrets
+from sojourn.wire.api import ExposePort, SetSecret
+from support.databases import insert_session, make_session
+
+RECORD: Any = types.SimpleNamespace(sandbox="sbx-1", driver="gvisor", epoch=2)
+USES = [SecretUse(["api.example.com"])]
+
+
+class FakeGateway:
+    """What it was told to serve."""
+
+    def __init__(self) -> None:
+        self.told: list[Attach | None] = []
+        self._wanted: dict[str, Wanted] = {}
+
+    async def need(self) -> None:
+        """It runs."""
+
+    async def attach(self, sandbox: str, wanted: Wanted) -> None:
+        self._wanted[sandbox] = wanted
+        self.told.append(await wanted())
+
+    async def renew(self, sandbox: str) -> None:
+        if sandbox in self._wanted:
+            await self.attach(sandbox, self._wanted[sandbox])
+
+    def forget(self, sandbox: str) -> None:
+        self._wanted.pop(sandbox, None)
+
+
+def run(
+    session: Session, tmp_path: Path, scenario: Callable[[Database, Registry], Awaitable[None]]
+) -> None:
+    async def whole() -> None:
+        database = await open_database(tmp_path / "sojourn.db")
+        try:
+            registry = Registry(database, lambda _: None)
+            registry.hold(await insert_session(database, session))
+            async with asyncio.timeout(30):
+                await scenario(database, registry)
+        finally:
+            await database.close()
+
+    asyncio.run(whole())
+
+
+def test_a_secret_that_changes_reaches_a_sandbox_that_is_starting(tmp_path: Path) -> None:
+    session = make_session(
+        state=SessionState.SUSPENDED,
+        network=NetworkPolicy(mode=NetworkMode.OPEN, secrets=["KEY"]),
+    )
+    who = Principal(session.tenant, "someone", "tenant")
+
+    async def scenario(database: Database, registry: Registry) -> None:
+        secrets = Secrets(database, tmp_path)
+        agent: Any = types.SimpleNamespace(directory=tmp_path)
+        networks = Networks(
+            agent=agent,
+            registry=registry,
+            database=database,
+            secrets=secrets,
+            settings=EgressSettings(),
+            authority=tmp_path / "authority",
+        )
+        gateway: Any = FakeGateway()
+        networks.gateway = gateway
+        await secrets.set(who, "KEY", SetSecret(value="old", uses=USES))
+        assert gateway.told == []
+        await networks._serve(session.id, RECORD)
+        await secrets.set(who, "KEY", SetSecret(value="new", uses=USES))
+        await secrets.set(who, "OTHER", SetSecret(value="other", uses=USES))
+        assert [one.value for told in gateway.told for one in told.secrets] == ["old", "new"]
+        agent.ended("sbx-1")
+        await secrets.delete(who, "KEY")
+        assert len(gateway.told) == 2
+
+    run(session, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("change", ["expose", "unexpose"])
+def test_a_port_that_is_exposed_during_a_start_is_served(tmp_path: Path, change: str) -> None:
+    session = make_session(state=SessionState.SUSPENDED)
+    who = Principal(session.tenant, "someone", "tenant")
+
+    async def scenario(database: Database, registry: Registry) -> None:
+        applied: list[SessionState] = []
+
+        async def apply(active: Any) -> None:
+            applied.append(active.state)
+
+        networks: Any = types.SimpleNamespace(gateway=FakeGateway(), apply=apply)
+        ports = Ports(
+            database, registry, Secrets(database, tmp_path), tmp_path, PortSettings(), networks
+        )
+        active = registry.hold(session)
+        try:
+            if change == "unexpose":
+                await ports.expose(who, session.id, ExposePort(port=8000, public=True))
+                applied.clear()
+            async with active.gate.closed("resume"):
+                if change == "expose":
+                    work: Any = ports.expose(who, session.id, ExposePort(port=8000, public=True))
+                else:
+                    work = ports.unexpose(who, session.id, 8000)
+                changing = asyncio.create_task(work)
+                await asyncio.sleep(0.1)
+                assert applied == []
+                registry.update(msgspec.structs.replace(session, state=SessionState.RUNNING))
+            await changing
+            assert applied == [SessionState.RUNNING]
+        finally:
+            await ports.close()
+
+    run(session, tmp_path, scenario)
