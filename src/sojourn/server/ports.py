@@ -108,6 +108,7 @@ class Ports:
         self._sockets: dict[str, socket.socket] = {}  # "" is the one that all HTTP ports share
         self._channel: channel.Channel | None = None
         self._received: Callable[[channel.Message], None] = lambda message: None
+        self._complaints: dict[str, str] = {}  # why a port is not served, as it was logged
         self._numbers = HostPorts(data / _NUMBERS_FILE)
         self._changing = asyncio.Lock()
         self._again: asyncio.Task[None] | None = None
@@ -154,7 +155,12 @@ class Ports:
                     await self._open(port)
                 except (SojournError, OSError) as error:
                     missing = True
-                    log.error("port %d of %s is not served: %s", port.port, port.session, error)
+                    said = str(error)
+                    if self._complaints.get(port.id) != said:  # not every five seconds
+                        self._complaints[port.id] = said
+                        log.error("port %d of %s is not served: %s", port.port, port.session, said)
+                else:
+                    self._complaints.pop(port.id, None)
         return missing
 
     async def _listen_again(self) -> None:
@@ -269,6 +275,7 @@ class Ports:
     def _withdraw(self, port: ExposedPort) -> None:
         self.answer(channel.Unexpose(port.id))
         self._tokens.pop(port.id, None)
+        self._complaints.pop(port.id, None)
         listening = self._sockets.pop(port.id, None)
         if listening is not None:
             listening.close()

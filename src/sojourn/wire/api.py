@@ -231,9 +231,10 @@ class VerifyReport(msgspec.Struct, frozen=True):
 
 class OperationInfo(msgspec.Struct, frozen=True):
     """A verb under way or done. `state` is pending, running, succeeded or failed. `result` of one
-    that succeeded is a SnapshotInfo for snapshot, a list of SessionInfo for fork, null for delete
-    and a SessionInfo for every other verb. `error` of one that failed is an ErrorBody. `effects` of
-    a rollback, promotion or fork are those that it leaves behind and that cannot be taken back."""
+    that succeeded is a SnapshotInfo for snapshot, a list of SessionInfo for fork, a TemplateInfo
+    for template, null for delete and a SessionInfo for every other verb. `error` of one that failed
+    is an ErrorBody. `effects` of a rollback, promotion or fork are those that it leaves behind and
+    that cannot be taken back."""
 
     id: str
     session: str

@@ -149,6 +149,13 @@ class PostgresSignals:
                     "notices of the database are not heard, trying again: %s",
                     translate(error, self._place.shown).message,
                 )
+            except Exception as error:
+                # Ended for good, it would leave the lock to others without a word, and whoever
+                # waits to own the database waiting.
+                log.exception("a fault while notices were waited for, trying again")
+                if self._owned is not None and not self._owned.done():
+                    self._refused(SojournError(f"the database cannot be owned: {error!r}"))
+                    return
             await asyncio.sleep(_PAUSES[min(losses, len(_PAUSES) - 1)])
             losses += 1
 
