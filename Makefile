@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 # Much of a test is waiting for a sandbox: two workers keep two cores busy.
 PYTEST_WORKERS ?= 2
 
-.PHONY: help setup venv run test lint format lock clean bench
+.PHONY: help setup venv frameworks run test lint format lock clean bench
 
 help: ## Show this help
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -23,6 +23,10 @@ setup: venv ## Install what is missing, build the tools and the template, check 
 
 run: setup ## Run the demonstration from start to end
 	@$(BIN)/sojourn demo
+
+frameworks: venv ## Install the agent frameworks that the adapters are tested with
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --require-hashes \
+	  -r requirements-frameworks.lock
 
 test: setup ## Run all tests (PYTEST_ARGS="-k name" to pick)
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -41,6 +45,9 @@ lock: venv ## Write requirements.lock anew from pyproject.toml
 	$(BIN)/python -m pip install --quiet 'uv>=0.5'
 	$(BIN)/uv pip compile --quiet --universal --extra dev --generate-hashes --no-emit-index-url \
 	  --no-emit-find-links --custom-compile-command 'make lock' pyproject.toml -o requirements.lock
+	$(BIN)/uv pip compile --quiet --universal --extra dev --extra frameworks --generate-hashes \
+	  --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
+	  --constraint requirements.lock pyproject.toml -o requirements-frameworks.lock
 
 bench: setup ## Measure, next to the bare runtime (BENCH_ARGS to pick)
 	@$(BIN)/python -m bench $(BENCH_ARGS)
