@@ -54,6 +54,15 @@ static int fail(const char *what)
     return FAILED;
 }
 
+/* Without this, root inside gets at the host's files: the runtime lets it mount what it was given
+ * read-only as writable, in a namespace of its own, and changes then go to the host as they are. */
+static int hold_read_only(const char *path)
+{
+    if (mount(path, path, NULL, MS_BIND, NULL) < 0)
+        return -1;
+    return mount("none", path, NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, NULL);
+}
+
 int enter(int argc, char **argv)
 {
     if (argc < 4 || (strcmp(argv[1], "--enter") && strcmp(argv[1], "--enter-plain")))
@@ -65,6 +74,13 @@ int enter(int argc, char **argv)
     /* What the host unmounts later must not be held here. */
     if (mount("none", "/", NULL, MS_REC | MS_SLAVE, NULL) < 0)
         return fail("mounts");
+    for (; command[0] && command[1] && !strcmp(command[0], "--read-only"); command += 2)
+        if (hold_read_only(command[1]) < 0)
+            return fail(command[1]);
+    if (!command[0]) {
+        errno = EINVAL;
+        return fail("command");
+    }
     /* The runtime reads the memory of the machine from this file; a failure costs the right
      * number. Some kernels show files in the other directory that the runtime cannot read. */
     if (mount(meminfo, "/proc/meminfo", NULL, MS_BIND, NULL) < 0)

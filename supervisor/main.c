@@ -38,7 +38,7 @@ static int usage(int status)
     fputs("usage: sojourn-supervisor [--socket PATH] [--user USER] [--cwd DIRECTORY]\n"
           "                          [--max-processes N] [--max-file BYTES] [--derive-home]\n"
           "                          [--own-network]\n"
-          "       sojourn-supervisor --enter|--enter-plain FILE COMMAND...\n"
+          "       sojourn-supervisor --enter|--enter-plain FILE [--read-only PATH]... COMMAND...\n"
           "       sojourn-supervisor --version\n",
           status ? stderr : stdout);
     return status;

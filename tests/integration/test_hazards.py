@@ -322,6 +322,32 @@ def test_only_root_inside_reaches_the_node(session: Session) -> None:
     assert session.exec("echo still here").text.strip() == "still here"
 
 
+REMOUNT = """
+mount -o remount,rw /run/sojourn/node; mount -o remount,rw /run/sojourn/supervisor
+chmod 4666 /run/sojourn/supervisor; chmod 0 /run/sojourn/node
+echo forged > /run/sojourn/node/file; ln -s /etc/passwd /run/sojourn/node/link
+rm -f /run/sojourn/node/*; grep /run/sojourn/node /proc/mounts
+"""
+
+
+def test_root_inside_changes_nothing_of_the_host(
+    session: Session, shared_server: ServerProcess
+) -> None:
+    programs = list((shared_server.data / "gvisor/supervisors").iterdir())
+    before = [(path, path.stat().st_mode) for path in programs]
+    session.suspend()
+    for moment in ("after a restore", "after it was tried"):
+        # In a namespace of its own, root may mount anew what it was given read-only.
+        seen = session.exec(["unshare", "-Urm", "sh", "-c", REMOUNT]).text
+        assert seen.split()[3].startswith("rw"), seen
+        controls = list((shared_server.data / "sandboxes").glob("*/control"))
+        assert controls and all(one.stat().st_mode & 0o777 == 0o755 for one in controls), moment
+        left = [path.name for one in controls for path in one.iterdir()]
+        assert not {"file", "link"} & set(left), moment
+        assert [(path, path.stat().st_mode) for path in programs] == before
+    session.fork()[0].delete()
+
+
 # -- what a turn is seen to change ------------------------------------------------------------
 
 

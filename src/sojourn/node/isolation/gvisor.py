@@ -131,7 +131,9 @@ class GVisorDriver:
             group.create(_group_limits(spec.limits))
             finished = processes.run(
                 [
-                    *gvisor_host.surroundings(helper, supervisor, spec.limits.memory_bytes, files),
+                    *gvisor_host.surroundings(
+                        helper, supervisor, spec.control, spec.limits.memory_bytes, files
+                    ),
                     *self._command(files),
                     *command,
                     "-bundle",

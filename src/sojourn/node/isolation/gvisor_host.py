@@ -23,10 +23,16 @@ _NOTE = "supervisor"
 _PROGRAM = "supervisor.bin"
 
 
-def surroundings(helper: Path, supervisor: Path, amount: int, files: Path) -> list[str]:
+def surroundings(
+    helper: Path, supervisor: Path, control: Path, amount: int, files: Path
+) -> list[str]:
     """A command prefix under which /proc/meminfo, from which runsc reads the total at start and
     restore, tells of `amount` bytes, and the network is a loopback that has every IPv4 address
     where `supervisor`, which is to run inside, keeps what is sent to them in hand.
+
+    There the kernel lets nobody change `supervisor`, which all sandboxes share, and the directory
+    `control`: that their mounts inside are read-only holds only until root inside mounts them
+    anew, which gVisor lets it do in a user namespace.
 
     `helper` is a supervisor's program too, whose other part does it (supervisor/enter.c): a shell
     and the tools it calls would take three times as long.
@@ -34,7 +40,8 @@ def surroundings(helper: Path, supervisor: Path, amount: int, files: Path) -> li
     mask = files / "meminfo"
     write_private(mask, f"MemTotal: {amount // 1024} kB\nMemFree: {amount // 1024} kB\n")
     how = "--enter" if _keeps_network(supervisor) else "--enter-plain"
-    return [os.fspath(helper), how, os.fspath(mask)]
+    held = [word for path in (supervisor, control) for word in ("--read-only", os.fspath(path))]
+    return [os.fspath(helper), how, os.fspath(mask), *held]
 
 
 @lru_cache(maxsize=64)
