@@ -205,11 +205,12 @@ def test_a_websocket_that_tells_a_secret_is_reset(rig: Rig) -> None:
             request("example.com", "/upgrade", "Connection: Upgrade", "Upgrade: websocket")
         )
         await tls.until(b"\r\n\r\n")
-        await tls.write(VALUE[:9].encode())
-        await tls.until(VALUE[:9].encode())
+        await tls.write(b"first: " + VALUE[:9].encode())
+        await tls.until(b"first: ")
         await tls.write(VALUE[9:].encode())
         with pytest.raises(TunnelReset):
-            await tls.until(VALUE[9:].encode())
+            # Nor does the part come that was there before it was whole.
+            await tls.until(VALUE[:9].encode())
 
     rig.run(run())
 

@@ -173,6 +173,11 @@ def test_no_token_of_ours_goes_inside() -> None:
     assert requests.value_of(sent, b"authorization") is None
 
 
+def test_the_token_of_the_page_that_asks_does_not_go_inside() -> None:
+    sent = inside((b"referer", b"http://a.localhost/s/x?a=1&sojourn_token=the-token&b=2"))
+    assert requests.value_of(sent, b"referer") == b"http://a.localhost/s/x?a=1&b=2"
+
+
 def test_what_the_program_asked_for_goes_inside() -> None:
     sent = inside((b"authorization", b"Basic abc"), (b"x-own", b"1"), way="cookie")
     assert requests.value_of(sent, b"authorization") == b"Basic abc"

@@ -149,11 +149,9 @@ class Exchange:
                 if rest:
                     await self._write_guest(h11.Data(data=rest))
                 trailers = [
-                    (key, self._clean(value))
-                    for key, value in event.headers
-                    if key.lower() not in NOT_IN_TRAILERS
+                    pair for pair in event.headers if pair[0].lower() not in NOT_IN_TRAILERS
                 ]
-                await self._write_guest(h11.EndOfMessage(headers=trailers))
+                await self._write_guest(h11.EndOfMessage(headers=self._clean_headers(trailers)))
                 return
             else:
                 raise Reset("the answer broke off")
@@ -161,9 +159,9 @@ class Exchange:
     async def _switch(self, event: h11.InformationalResponse) -> None:
         self._record.status = 101
         self._answered = True
-        headers = [
-            (key, self._clean(value)) for key, value in event.headers if key.lower() not in HOP
-        ]
+        headers = self._clean_headers(
+            [pair for pair in event.headers if pair[0].lower() not in HOP]
+        )
         headers += [(b"connection", b"Upgrade"), (b"upgrade", b"websocket")]
         await self._write_guest(h11.InformationalResponse(status_code=101, headers=headers))
         self._guest.unread(self._guest_http.trailing_data[0])
@@ -178,7 +176,15 @@ class Exchange:
         if any(key == b"transfer-encoding" for key, _ in headers):
             # Of two lengths the encoding counted; the other one would be passed on as the truth.
             dropped |= {b"content-length"}
-        return [(key, self._clean(value)) for key, value in headers if key not in dropped]
+        return self._clean_headers([pair for pair in headers if pair[0] not in dropped])
+
+    def _clean_headers(self, headers: Headers) -> Headers:
+        scrubber = self._scrubber
+        if scrubber is None:
+            return headers
+        return [
+            (key, scrubber.whole(value)) for key, value in headers if not scrubber.named_in(key)
+        ]
 
     def _clean(self, data: bytes) -> bytes:
         return data if self._scrubber is None else self._scrubber.whole(data)

@@ -250,7 +250,7 @@ class HttpClient:
             h11.Response(
                 status_code=303,
                 headers=[
-                    (b"location", b"/" + wanted.target.lstrip(b"/")),
+                    (b"location", b"/" + wanted.target.lstrip(b"/\\")),
                     (b"set-cookie", requests.access_cookie(wanted.query)),
                     (b"cache-control", b"no-store"),
                     (b"referrer-policy", b"no-referrer"),

@@ -222,6 +222,9 @@ def inside_headers(
             continue
         if key == b"content-length" and chunked:
             continue
+        if key == b"referer":
+            # The page that asks may have been opened by an address with the token in it.
+            value, _ = without_token(value)
         sent.append((key, value))
     cookies = [part for part in _cookies(headers) if part.partition(b"=")[0] != TOKEN_NAME]
     if cookies and any(cookies):

@@ -22,6 +22,10 @@ Headers = list[tuple[bytes, bytes]]
 _BASIC = b"basic "
 # Pieces and encodings of a body cannot be searched for a value.
 _NOT_WITH_SECRETS = frozenset({b"accept-encoding", b"range", b"if-range", b"want-content-digest"})
+# Of a value in a stream that cannot be changed, before it is known to be one.
+_TOLD_AT_MOST = 7
+_SHORTEST_BASE64 = 10
+_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 class Placed:
@@ -139,7 +143,20 @@ def _forms(value: bytes) -> Iterable[bytes]:
         html.escape(text, quote=False).encode(),
         base64.b64encode(value),
         base64.urlsafe_b64encode(value),
+        *_inside_base64(value),
     }
+
+
+def _inside_base64(value: bytes) -> Iterable[bytes]:
+    """What of base64 stems from a value alone when other bytes are before and after it, as in the
+    encoding of a whole header."""
+    for before in range(3):
+        encoded = base64.b64encode(bytes(before) + value)
+        alone = encoded[(before * 8 + 5) // 6 : (before + len(value)) * 8 // 6]
+        # Less of it is found by chance.
+        if len(alone) >= _SHORTEST_BASE64:
+            yield alone
+            yield alone.translate(_URL_SAFE)
 
 
 class Scrubber:
@@ -150,6 +167,7 @@ class Scrubber:
         longest_first = sorted(self._forms, key=len, reverse=True)
         self._pattern = re.compile(b"|".join(re.escape(form) for form in longest_first))
         self._held = b""
+        self._unsent = 0
 
     def whole(self, data: bytes) -> bytes:
         """A piece that stands for itself: a header, say."""
@@ -175,19 +193,39 @@ class Scrubber:
         held, self._held = self._held, b""
         return held
 
-    def finds(self, data: bytes) -> bool:
-        """Whether a value is in a stream that cannot be changed, this piece being its next."""
-        data = self._held + data
+    def passable(self, data: bytes) -> bytes | None:
+        """What of a stream that cannot be changed may go on, this piece being its next; None once
+        a value is in it. Of one that has only begun no more goes on than its first few bytes:
+        to hold back those too would hold up messages that merely end like one begins."""
+        context = self._held + data
+        if self._pattern.search(context):
+            return None
+        waiting = context[len(self._held) - self._unsent :]
+        self._unsent = min(self._beginning(context, least=_TOLD_AT_MOST + 1), len(waiting))
         longest = max(map(len, self._forms), default=1)
-        self._held = data[-(longest - 1) :] if longest > 1 else b""
-        return self._pattern.search(data) is not None
+        self._held = context[-(longest - 1) :] if longest > 1 else b""
+        return waiting[: len(waiting) - self._unsent]
 
-    def _beginning(self, data: bytes) -> int:
-        """How many bytes at the end may be the beginning of a value."""
+    def passable_rest(self) -> bytes:
+        """What was held back of such a stream, at its end."""
+        unsent, self._unsent = self._unsent, 0
+        return self._held[len(self._held) - unsent :]
+
+    def named_in(self, name: bytes) -> bool:
+        """Whether a header's name holds a value; case is lost in names."""
+        name = name.lower()
+        return any(form.lower() in name for form in self._forms)
+
+    def _beginning(self, data: bytes, least: int = 1) -> int:
+        """How many bytes at the end may be the beginning of a value, of which that many (or half
+        of it) are to be there."""
         best = 0
         for form in self._forms:
-            for size in range(min(len(form) - 1, len(data)), best, -1):
-                if data.endswith(form[:size]):
-                    best = size
+            fewest = max(best + 1, min(least, (len(form) + 1) // 2))
+            at = data.find(form[:1], max(0, len(data) - len(form) + 1))
+            while 0 <= at <= len(data) - fewest:
+                if form.startswith(data[at:]):
+                    best = len(data) - at
                     break
+                at = data.find(form[:1], at + 1)
         return best

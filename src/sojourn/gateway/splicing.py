@@ -69,9 +69,15 @@ async def splice(
     async def inward() -> None:
         while data := await outside.read():
             record.response_bytes += len(data)
-            if scrubber is not None and scrubber.finds(data):
-                raise Reset("a stream holds a secret's value")
-            await guest.write(data)
+            if scrubber is not None:
+                passable = scrubber.passable(data)
+                if passable is None:
+                    raise Reset("a stream holds a secret's value")
+                data = passable
+            if data:
+                await guest.write(data)
+        if scrubber is not None and (rest := scrubber.passable_rest()):
+            await guest.write(rest)
         await guest.end()
 
     tasks = [asyncio.ensure_future(outward()), asyncio.ensure_future(inward())]
