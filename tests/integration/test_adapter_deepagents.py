@@ -16,6 +16,7 @@ from langchain_tests.integration_tests import SandboxIntegrationTests
 
 from sojourn.adapters.deepagents import SojournSandbox
 from sojourn.errors import SessionNotFound
+from support.loopback import only_loopback  # noqa: F401 (used by all)
 from support.scripted_langchain import Scripted
 from support.servers import ServerProcess
 

@@ -21,6 +21,7 @@ from langgraph.types import Command, interrupt
 from sojourn.adapters import langgraph_threads
 from sojourn.adapters.langgraph import SojournSaver
 from sojourn.errors import InvalidRequest, SessionNotFound, Unsupported
+from support.loopback import only_loopback  # noqa: F401 (used by all)
 from support.servers import ServerProcess
 
 pytestmark = pytest.mark.privileged

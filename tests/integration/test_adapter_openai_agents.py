@@ -30,6 +30,7 @@ from sojourn.adapters import openai_agents_session
 from sojourn.adapters.openai_agents import SojournSandboxClient, SojournSandboxClientOptions
 from sojourn.adapters.openai_agents_session import SojournSandboxSession
 from sojourn.errors import SessionNotFound
+from support.loopback import only_loopback  # noqa: F401 (used by all)
 from support.scripted_openai import Scripted
 from support.servers import ServerProcess
 
@@ -77,8 +78,9 @@ from support.scripted_openai import Scripted
 set_tracing_disabled(True)
 kept = json.loads(sys.stdin.read())
 client = SojournSandboxClient()
+typed = {"session_id": kept["terminal"], "chars": "print(x + 1)\\n", "yield_time_ms": 500}
 model = Scripted(
-    ("write_stdin", {"session_id": kept["terminal"], "chars": "print(x + 1)\\n"}),
+    ("write_stdin", typed),
     ("exec_command", {"cmd": "cat notes.md a.txt"}),
     "resumed",
     prefix="again",

@@ -35,6 +35,7 @@ from swerex.runtime.abstract import (
 from sojourn.adapters import swerex_runtime
 from sojourn.adapters.swerex import SojournDeployment
 from sojourn.errors import SessionNotFound
+from support.loopback import only_loopback  # noqa: F401 (used by all)
 from support.servers import ServerProcess
 
 pytestmark = pytest.mark.privileged
