@@ -13,6 +13,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#define SETTLE_US 5000
 #define PATIENCE (5 * SECOND)       /* for a gateway that is not there (yet) */
 #define PAUSE (20 * MS)
 
@@ -238,9 +239,16 @@ static void announce(void)
 
 void tunnels_park(void)
 {
+    bool given_up = false;
     may_open = false;
     for (struct tunnel *t = tunnels, *next; t; t = next) {
         next = t->next;
+        if (t->state == DIALING) {
+            /* No image with a connection that is being made can be restored. It is made anew. */
+            loop_close(&t->guest);
+            given_up = true;
+            continue;
+        }
         if (t->state == OPEN || t->state == OPENING) {
             announce();
             tunnel_park(t);
@@ -251,6 +259,8 @@ void tunnels_park(void)
         }
         tunnel_settle(t);
     }
+    if (given_up)
+        usleep(SETTLE_US); /* for the network stack to be done with them */
 }
 
 bool tunnels_parked(void)
@@ -277,9 +287,18 @@ void tunnels_park_end(void)
 void tunnels_attached(void)
 {
     may_open = restless = true;
-    for (struct tunnel *t = tunnels; t; t = t->next) {
+    for (struct tunnel *t = tunnels, *next; t; t = next) {
+        next = t->next;
         if (t->state == PARKED)
             t->state = WAITING;
+        if (t->state == DIALING && t->guest.fd < 0) {
+            int error = begin_dial(t);
+            if (error) {
+                tunnel_reset(t, error);
+                continue;
+            }
+            tunnel_settle(t);
+        }
         /* The time that a freeze took is nobody's patience. */
         if (t->state == WAITING || t->state == DIALING) {
             t->give_up = now_ns() + PATIENCE;

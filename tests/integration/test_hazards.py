@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sojourn.client import Session, Sojourn
-from sojourn.errors import SandboxLost
+from sojourn.errors import CaptureRefused, SandboxLost
 from support.servers import ServerProcess, eventually
 
 # As agreed for the clock after a resume: bracketed by the host's own, so not a measure of speed.
@@ -346,6 +346,33 @@ def test_root_inside_changes_nothing_of_the_host(
         assert not {"file", "link"} & set(left), moment
         assert [(path, path.stat().st_mode) for path in programs] == before
     session.fork()[0].delete()
+
+
+CONNECTING = """
+import socket, time
+full = socket.create_server(("127.0.0.1", 9001), backlog=1)
+held = [socket.socket() for _ in range(6)]
+for one in held:
+    one.setblocking(False)
+    one.connect_ex(("127.0.0.1", 9001))
+print("connecting", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_no_memory_is_kept_with_a_connection_half_made(session: Session) -> None:
+    program = session.spawn(["python3", "-c", CONNECTING])
+    eventually(lambda: list(program.output(follow=False)))
+    with pytest.raises(CaptureRefused):
+        session.suspend()
+    with pytest.raises(CaptureRefused):
+        session.snapshot()
+    assert session.snapshot(memory=False).id
+    assert session.process(program.id).info.running
+    session.process(program.id).kill()
+    session.suspend()
+    session.resume()
+    assert session.exec("echo back").text == "back\n"
 
 
 # -- what a turn is seen to change ------------------------------------------------------------

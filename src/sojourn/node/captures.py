@@ -24,6 +24,7 @@ import msgspec
 from sojourn import faultpoints
 from sojourn.errors import (
     CaptureFailed,
+    CaptureRefused,
     SandboxLost,
     SojournError,
     StorageFull,
@@ -45,6 +46,9 @@ _B = TypeVar("_B")
 # Room that must be left beside a memory image: a checkpoint that meets a full disk is lost work,
 # and on some runtimes the sandbox with it.
 _RESERVE_BYTES = 64 * 1024 * 1024
+_CONNECTING_SECONDS = 2.0
+_CONNECTING_PAUSE = 0.02
+_HALF_MADE = (b"02", b"03")  # SYN sent, SYN received
 
 
 class Captured(msgspec.Struct, frozen=True):
@@ -94,6 +98,7 @@ async def _freeze(sandbox: Sandbox, memory: bool) -> None:
             found = await sandbox.guest.unlinked()
             if found:
                 raise _refusal(found)
+            await _wait_for_connections(sandbox)
         else:
             await sandbox.guest.sync()
     if sandbox.has(Capability.FREEZE):
@@ -117,6 +122,33 @@ async def _freeze(sandbox: Sandbox, memory: bool) -> None:
                     f"a process holds {gone[0]!r} open, whose name is gone", path=gone[0], pid=None
                 )
             )
+
+
+async def _wait_for_connections(sandbox: Sandbox) -> None:
+    """Wait until no program is making a connection inside: the runtime saves one that is half made,
+    and never ends restoring it. Raises CaptureRefused when one does not come about."""
+    deadline = asyncio.get_running_loop().time() + _CONNECTING_SECONDS
+    while (port := await _connecting(sandbox)) is not None:
+        if asyncio.get_running_loop().time() > deadline:
+            raise CaptureRefused(
+                f"a program has been connecting from port {port} inside for"
+                f" {_CONNECTING_SECONDS:g} s, and memory with a connection that is only half made"
+                " cannot be restored",
+                next_step="Try again once it is made or given up, or take a files-only snapshot"
+                " (memory=false).",
+            )
+        await asyncio.sleep(_CONNECTING_PAUSE)
+
+
+async def _connecting(sandbox: Sandbox) -> int | None:
+    """The local port of a connection that is being made inside."""
+    for table in (b"/proc/net/tcp", b"/proc/net/tcp6"):
+        text = b"".join([piece async for piece in sandbox.guest.read(table)])
+        for line in text.splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 3 and fields[3] in _HALF_MADE:
+                return int(fields[1].rpartition(b":")[2], 16)
+    return None
 
 
 async def _release(sandbox: Sandbox, stay_frozen: bool) -> None:
