@@ -16,10 +16,13 @@ def test_nodes_are_known_from_looks_at_their_state() -> None:
     look = {"configurable": {"thread_id": "t"}}
     run = {"configurable": {"thread_id": "t", "__pregel_runtime": object()}}
     inside = {"configurable": run["configurable"] | {"checkpoint_map": {"": "c1"}}}
-    node = {"configurable": inside["configurable"] | {"__pregel_task_id": "task"}}
+    node = {
+        "configurable": inside["configurable"]
+        | {"__pregel_task_id": "task", "checkpoint_ns": "b:1|i:2"}
+    }
     assert [begins_run(one) for one in (look, run, inside, node)] == [False, True, False, False]
     place = place_of(node)
-    assert (place.thread, place.root, place.task) == ("t", "c1", "task")
+    assert (place.thread, place.root, place.task, place.graph) == ("t", "c1", "task", "b:1")
     for one in (look, run, inside):
         with pytest.raises(InvalidRequest):
             place_of(one)

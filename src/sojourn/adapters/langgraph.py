@@ -22,8 +22,10 @@ The checkpoints themselves are kept by any other checkpointer, which is given.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from langchain_core.runnables import RunnableConfig
@@ -113,15 +115,11 @@ class SojournSaver(BaseCheckpointSaver[Any]):
     async def asession(self, config: RunnableConfig) -> AsyncSession:
         """As `session`, for asynchronous nodes."""
         place = place_of(config)
-        entering = self._threads.entering(place)
-        await asyncio.to_thread(entering.__enter__)
-        try:
+        async with _aside(self._threads.entering(place)):
             if not self._threads.positioned(place):
                 found = await self._adrive(self._threads.search(place))
                 await asyncio.to_thread(self._threads.position, place, found)
             session = await asyncio.to_thread(self._threads.hand_out, place)
-        finally:
-            entering.__exit__(None, None, None)
         loop = asyncio.get_running_loop()
         if loop not in self._by_loop:
             self._by_loop[loop] = AsyncSojourn(*self._address)
@@ -198,8 +196,9 @@ class SojournSaver(BaseCheckpointSaver[Any]):
         metadata: CheckpointMetadata,
         new_versions: ChannelVersions,
     ) -> RunnableConfig:
-        """Keep a checkpoint, whose tasks have left their snapshots."""
-        return self.inner.put(config, checkpoint, metadata, new_versions)
+        """Keep a checkpoint, after a snapshot of what led to it unless its tasks left theirs."""
+        with self._threads.putting(config, checkpoint["id"]):
+            return self.inner.put(config, checkpoint, metadata, new_versions)
 
     async def aput(
         self,
@@ -209,7 +208,8 @@ class SojournSaver(BaseCheckpointSaver[Any]):
         new_versions: ChannelVersions,
     ) -> RunnableConfig:
         """As `put`."""
-        return await self.inner.aput(config, checkpoint, metadata, new_versions)
+        async with _aside(self._threads.putting(config, checkpoint["id"])):
+            return await self.inner.aput(config, checkpoint, metadata, new_versions)
 
     def put_writes(
         self,
@@ -230,12 +230,8 @@ class SojournSaver(BaseCheckpointSaver[Any]):
         task_path: str = "",
     ) -> None:
         """As `put_writes`."""
-        ending = self._threads.ending(config, writes, task_id)
-        await asyncio.to_thread(ending.__enter__)
-        try:
+        async with _aside(self._threads.ending(config, writes, task_id)):
             await self.inner.aput_writes(config, writes, task_id, task_path)
-        finally:
-            ending.__exit__(None, None, None)
 
     def delete_thread(self, thread_id: str) -> None:
         """Delete a thread and its session. The checkpoints go first: what is left by a crash is a
@@ -291,6 +287,24 @@ class SojournSaver(BaseCheckpointSaver[Any]):
     def get_next_version(self, current: Any, channel: None) -> Any:
         """As `inner` has it."""
         return self.inner.get_next_version(current, channel)
+
+
+@contextlib.asynccontextmanager
+async def _aside(held: AbstractContextManager[None]) -> AsyncIterator[None]:
+    """A blocking context whose beginning is waited for in a thread. It is seen to its beginning
+    also where whoever waits is cancelled: its lock would be held for ever."""
+    begin = asyncio.ensure_future(asyncio.to_thread(held.__enter__))
+    try:
+        await asyncio.shield(begin)
+    except asyncio.CancelledError:
+        begin.add_done_callback(lambda done: done.exception() or held.__exit__(None, None, None))
+        raise
+    try:
+        yield
+    except BaseException as error:
+        held.__exit__(type(error), error, error.__traceback__)
+        raise
+    held.__exit__(None, None, None)
 
 
 def _copied(

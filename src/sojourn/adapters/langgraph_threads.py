@@ -1,9 +1,9 @@
 """The sessions of LangGraph's threads: which snapshot belongs to which checkpoint.
 
-Guarantee: a snapshot's label names the checkpoint its task ran on and the task, and it counts only
-where the checkpoints hold that task's result. What a checkpoint saw is thus found from what is
-recorded alone, also by a process that knows nothing of the one before; a snapshot whose result was
-never recorded is passed over.
+Guarantee: a snapshot's label names the checkpoint its task ran on, and the task (or the checkpoint
+that followed, where that was recorded first); it counts only where the checkpoints hold that. What a
+checkpoint saw is thus found from what is recorded alone, also by a process that knows nothing of
+the one before; a snapshot of what was never recorded is passed over.
 
 The world at a checkpoint is the newest snapshot of a task that led to it: of the checkpoint itself
 when its tasks are under way again, else of its parents in turn; a checkpoint that did not come of
@@ -46,11 +46,13 @@ T = TypeVar("T")
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a node is: its thread, the checkpoint of the whole graph it runs on, its task."""
+    """Where a node is: its thread, the checkpoint of the whole graph it runs on, its task, and the
+    namespace of the graph it is a node of."""
 
     thread: str
     root: str
     task: str
+    graph: str
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -79,7 +81,8 @@ def place_of(config: RunnableConfig) -> Place:
     configurable = config.get("configurable", {})
     try:
         root = configurable[_MAP][""]
-        return Place(thread_of(config), root, configurable[_TASK])
+        graph = str(configurable["checkpoint_ns"]).rpartition("|")[0]
+        return Place(thread_of(config), root, configurable[_TASK], graph)
     except KeyError as error:
         raise InvalidRequest(
             "this is not the configuration of a node in a graph with a checkpointer",
@@ -99,13 +102,19 @@ def label_of(root: str, task: str) -> str:
     return f"langgraph {root} {hashlib.sha256(task.encode()).hexdigest()[:24]}"
 
 
+def _put_of(namespace: str, checkpoint: str) -> str:
+    """What stands for the tasks that led to a checkpoint, where it came before their results."""
+    return f"put {namespace} {checkpoint}"
+
+
 class _Thread:
     """What this process knows of a thread."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # one task at a time finds its place
         self.change = threading.Condition()
-        self.users: dict[str, str] = {}  # tasks under way that have the session, and their roots
+        self.recording = threading.Lock()  # one snapshot and its record at a time
+        self.users: dict[str, Place] = {}  # tasks that have the session and are not recorded
         self.positioned = False  # this run has found its place
         self.clean: str | None = None  # the snapshot that the session is at, untouched
         self.session: Session | None = None
@@ -148,7 +157,7 @@ class Threads:
         known = self._thread(place.thread)
         deadline = time.monotonic() + GATE_SECONDS
         with known.change:
-            while any(root != place.root for root in known.users.values()):
+            while any(one.root != place.root for one in known.users.values()):
                 if not known.change.wait(deadline - time.monotonic()):
                     raise Unsupported(
                         "the tasks before this one are not recorded, so there is no going back",
@@ -168,7 +177,7 @@ class Threads:
         """The snapshot that the node's checkpoint saw. Raises SnapshotNotFound when the session
         has none of this graph."""
         shots = sorted(self._session(place.thread).history(), key=_age, reverse=True)
-        root, with_tasks = place.root, True
+        root, with_tasks, under_way = place.root, True, True
         while True:
             config: RunnableConfig = {
                 "configurable": {"thread_id": place.thread, "checkpoint_id": root}
@@ -177,6 +186,8 @@ class Threads:
             here = yield Wanted(config)
             if with_tasks:
                 found = [one for one in shots if (one.label or "").startswith(f"langgraph {root} ")]
+                if found and not under_way:
+                    return found[0].id  # all its tasks are done, as another came of them
                 if found:
                     recorded = yield from _recorded(place.thread, root, here)
                     for one in found:
@@ -184,7 +195,7 @@ class Threads:
                             return one.id
             if not here or here[0].parent_config is None:
                 break
-            with_tasks = here[0].metadata.get("source") == "loop"
+            with_tasks, under_way = here[0].metadata.get("source") == "loop", False
             root = here[0].parent_config["configurable"]["checkpoint_id"]
         for one in shots:
             if one.label == _START:
@@ -204,7 +215,7 @@ class Threads:
         """Give the session to a task."""
         known = self._thread(place.thread)
         with known.change:
-            known.users[place.task] = place.root
+            known.users[place.task] = place
             known.clean = None
         return self._session(place.thread)
 
@@ -240,23 +251,42 @@ class Threads:
         """Take the snapshot of a task that used the session, if these are its results; those after
         it wait until they are recorded."""
         known = self._thread(thread_of(config))
-        mine = known.users.get(task)
-        if mine is None:
-            yield
-            return
-        done = all(channel not in WRITES_IDX_MAP for channel, _ in writes)
-        shot: SnapshotInfo | None = None
-        try:
-            if done and known.session is not None:
+        with known.recording:
+            shot: SnapshotInfo | None = None
+            done = all(channel not in WRITES_IDX_MAP for channel, _ in writes)
+            if done and task in known.users and known.session is not None:
                 shot = known.session.snapshot(label_of(root_of(config), task))
+            try:
+                yield
+            finally:
+                self._settled(known, [task], shot)
+
+    @contextlib.contextmanager
+    def putting(self, config: RunnableConfig, checkpoint: str) -> Iterator[None]:
+        """Take the snapshot that belongs to a checkpoint whose tasks are not recorded yet: the
+        framework records both at the same time, in any order."""
+        known = self._thread(thread_of(config))
+        namespace = config["configurable"].get("checkpoint_ns", "")
+        with known.recording:
+            done = [
+                one
+                for one in known.users.values()
+                if one.graph == namespace and one.root != checkpoint
+            ]
+            shot: SnapshotInfo | None = None
+            if done and known.session is not None:
+                label = label_of(done[0].root, _put_of(namespace, checkpoint))
+                shot = known.session.snapshot(label)
             yield
-        finally:
-            with known.change:
-                if known.users.get(task) == mine:
-                    del known.users[task]
-                    # Nobody else has it in hand, so this is where it stays.
-                    known.clean = shot.id if shot is not None and not known.users else None
-                    known.change.notify_all()
+            self._settled(known, [one.task for one in done], shot)
+
+    def _settled(self, known: _Thread, tasks: list[str], shot: SnapshotInfo | None) -> None:
+        """Tasks are over; where nobody else has the session in hand, it stays at the snapshot."""
+        with known.change:
+            here = [task for task in tasks if known.users.pop(task, None) is not None]
+            if here:
+                known.clean = shot.id if shot is not None and not known.users else None
+                known.change.notify_all()
 
     # -- threads as a whole
 
@@ -287,11 +317,19 @@ def _recorded(
     """The labels of the tasks whose results are recorded under a checkpoint, in the graph itself
     and in graphs within it."""
     whole: RunnableConfig = {"configurable": {"thread_id": thread}}
-    inside = yield Wanted(whole, all=True)
-    return {
-        label_of(root, task)
+    inside = [one for one in (yield Wanted(whole, all=True)) if _under(one, root)]
+    tasks = {
+        task
         for one in (*here, *inside)
-        if one in here or (one.metadata.get("parents") or {}).get("") == root
         for task, channel, _ in one.pending_writes or ()
         if channel not in WRITES_IDX_MAP
     }
+    for one in inside:
+        configurable = one.config["configurable"]
+        tasks.add(_put_of(configurable.get("checkpoint_ns", ""), configurable["checkpoint_id"]))
+    return {label_of(root, task) for task in tasks}
+
+
+def _under(one: CheckpointTuple, root: str) -> bool:
+    """Whether a checkpoint is one of a graph within a task of `root`."""
+    return bool((one.metadata.get("parents") or {}).get("") == root)
