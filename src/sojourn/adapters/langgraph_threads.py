@@ -1,8 +1,8 @@
 """The sessions of LangGraph's threads: which snapshot belongs to which checkpoint.
 
 Guarantee: a snapshot's label names the checkpoint its task ran on, and the task (or the checkpoint
-that followed, where that was recorded first); it counts only where the checkpoints hold that. What a
-checkpoint saw is thus found from what is recorded alone, also by a process that knows nothing of
+that followed, where that was recorded first); it counts only where the checkpoints hold that. What
+a checkpoint saw is thus found from what is recorded alone, also by a process that knows nothing of
 the one before; a snapshot of what was never recorded is passed over.
 
 The world at a checkpoint is the newest snapshot of a task that led to it: of the checkpoint itself
