@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 import h11
 import msgspec
 
-from sojourn.errors import Interrupted, PortNotFound, PortSilent, SojournError, to_body
+from sojourn.errors import (
+    Interrupted,
+    InvalidRequest,
+    PortNotFound,
+    PortSilent,
+    SojournError,
+    to_body,
+)
 from sojourn.gateway import port_requests as requests
 from sojourn.gateway.inbound import Dialled
 from sojourn.gateway.port_requests import Headers, Wanted
@@ -179,6 +186,11 @@ class HttpClient:
         self.deadline = time.monotonic() + IDLE_SECONDS
         headers: Headers = list(event.headers)
         bare = _bare(headers)
+        if _length(event, headers) > MAX_HEAD:
+            # The library bounds only a head that has not come to its end.
+            long = InvalidRequest(f"the head of the request is longer than {MAX_HEAD} bytes")
+            await self._refuse(long, 431)
+            return False
         try:
             if bare:
                 await self._event()  # its end, so that an answer ends the exchange
@@ -199,7 +211,7 @@ class HttpClient:
     async def _malformed(self, error: h11.RemoteProtocolError) -> None:
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             status = error.error_status_hint
-            await self._refuse(SojournError(f"the request is not valid HTTP: {error}"), status)
+            await self._refuse(InvalidRequest(f"the request is not valid HTTP: {error}"), status)
 
     async def _refuse(self, error: SojournError, status: int | None = None) -> None:
         """Answer with an error body, unless an answer has begun: then that is broken off."""
@@ -408,6 +420,11 @@ class HttpClient:
         if early:
             await self._stream.write(early)
         await splice(self._stream, inside.stream, self._moved)
+
+
+def _length(request: h11.Request, headers: Headers) -> int:
+    """Bytes of a request's head, nearly."""
+    return len(request.target) + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
 def _bare(headers: Headers) -> bool:
