@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sojourn.errors import Interrupted, ProcessNotFound, SandboxLost
+from sojourn.node import link_connection
 from sojourn.node.link import GuestLink
 from sojourn.wire import frames
 from sojourn.wire.frames import Op
@@ -357,6 +358,84 @@ async def test_a_dead_supervisor_is_told(
     with pytest.raises(SandboxLost):
         await guest.attach(0.05)
     assert list(supervisor.control.iterdir()) == []
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is a loss after half a second."""
+    monkeypatch.setattr(link_connection, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(link_connection, "SILENT_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("impatient")
+@hosted()
+async def test_a_supervisor_that_does_not_answer_is_lost(
+    guest: GuestLink, supervisor: HostedSupervisor, _: Path
+) -> None:
+    """Whoever waits is told, and nobody waits again; root inside can stop it with a debugger."""
+    state = await guest.start(sh("sleep 600"))
+    waiting = asyncio.ensure_future(guest.wait(state.id))
+    running = asyncio.ensure_future(guest.run(sh("sleep 600")))
+    stream = asyncio.ensure_future(anext(guest.output(state.id)))
+    await guest.info()
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    try:
+        for one in (waiting, running, stream, asyncio.ensure_future(guest.activity())):
+            with pytest.raises(SandboxLost, match="does not answer"):
+                await asyncio.wait_for(one, 30)
+        assert guest.lost == "the supervisor does not answer"
+        for call in (guest.info(), guest.detach(600), guest.attach(600)):
+            with pytest.raises(SandboxLost):
+                await asyncio.wait_for(call, 30)
+    finally:
+        os.kill(supervisor.pid, signal.SIGCONT)
+    with pytest.raises(SandboxLost):
+        await guest.attach(600)  # what it has missed is not to be made up for
+    assert list(supervisor.control.iterdir()) == []
+
+
+@pytest.mark.usefixtures("impatient")
+@hosted()
+async def test_slow_commands_and_pauses_are_not_silence(
+    guest: GuestLink, supervisor: HostedSupervisor, _: Path
+) -> None:
+    running = asyncio.ensure_future(guest.run(sh("sleep 2; echo done")))
+    await asyncio.sleep(0.8)
+    await guest.detach(10)
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    await asyncio.sleep(0.8)
+    os.kill(supervisor.pid, signal.SIGCONT)
+    await guest.attach(10)
+    assert guest.lost is None
+    _state, out = await running
+    assert out[0].data == b"done\n"
+    # Nothing is owed: a probe would not be answered, so there is none.
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    await asyncio.sleep(1)
+    os.kill(supervisor.pid, signal.SIGCONT)
+    assert guest.lost is None
+    await guest.info()
+
+
+@hosted()
+async def test_after_a_failed_attach_nothing_waits(
+    guest: GuestLink, supervisor: HostedSupervisor, _: Path
+) -> None:
+    parked = asyncio.ensure_future(guest.run(sh("sleep 600")))
+    await guest.info()
+    await guest.detach(10)
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(SandboxLost):
+            await guest.attach(0.1)
+        for one in (parked, asyncio.ensure_future(guest.info())):
+            with pytest.raises(SandboxLost, match="did not connect"):
+                await asyncio.wait_for(one, 30)
+    finally:
+        os.kill(supervisor.pid, signal.SIGCONT)
+    await guest.attach(10)  # late is not never, as long as somebody asks
+    assert guest.lost is None
+    await guest.info()
 
 
 @hosted()

@@ -47,6 +47,11 @@ class Guest(Protocol):
         """Whether the supervisor is connected now."""
 
     @property
+    def lost(self) -> str | None:
+        """Why the supervisor counts as lost: it did not come back, or owed answers for longer than
+        any load explains. All that waited has raised SandboxLost. None where it is not."""
+
+    @property
     def features(self) -> Feature:
         """What the supervisor of this sandbox can do, as of the last attach. A sandbox that was
         restored from an image of before a feature lacks it."""

@@ -5,6 +5,10 @@ answer is here; after a reconnect all of them are sent again under the same numb
 supervisor answers what it has already done from its record. While detached, no descriptor of this
 process is known to the sandbox and nothing listens in the control directory.
 
+No request waits for a supervisor that is stopped (by a debugger of root inside, say): while any is
+owed an answer and nothing arrives, the supervisor is asked something it answers at once, however
+long the commands take that others wait for. Silence for SILENT_SECONDS after that is a loss.
+
 The supervisor connects to us, because a socket that the sandbox serves could not be reached
 without attaching something of the host to it. The listener goes as soon as one has connected.
 """
@@ -31,6 +35,8 @@ log = logging.getLogger(__name__)
 
 SOCKET = "node.sock"
 MOST_OF_AN_ANSWER = 64 << 20  # all pieces of one answer together; the supervisor is not trusted
+PROBE_SECONDS = 5.0  # of silence, with answers owed, before a probe
+SILENT_SECONDS = 60.0  # of silence, with a probe owed, before the supervisor counts as lost
 _SOCKET_MODE = 0o600  # root inside alone may pose as the supervisor
 _ACKS_AT_ONCE = 64
 _WAITING = frozenset({Op.RUN, Op.WAIT, Op.OUTPUT, Op.WATCH_READ})
@@ -77,6 +83,7 @@ class _Stream(asyncio.Protocol):
         self.owner._connected(self)
 
     def data_received(self, data: bytes) -> None:
+        self.owner._heard = True
         if self.buffer:
             self.buffer += data
             # Waiting for the rest of a long frame must not cost a copy for each part of it.
@@ -130,6 +137,12 @@ class Connection:
         self._give_up: asyncio.TimerHandle | None = None
         self._listening: asyncio.Task[None] | None = None
         self._attach_id = 0
+        self._looking: asyncio.TimerHandle | None = None
+        self._heard = False  # whether anything arrived since the last look
+        self._probe = 0
+        self._silences = 0  # looks in a row that found nothing but an owed probe
+        self._cause = ""  # of the loss
+        self._unanswering = False
         self.hello: frames.Hello | None = None
         self.generation = 0  # grows with each interrupt: streams of before must not go on
 
@@ -140,6 +153,11 @@ class Connection:
         """Whether the supervisor is connected now."""
         return self._state is _State.ATTACHED
 
+    @property
+    def lost(self) -> str | None:
+        """Why the supervisor counts as lost, where it does."""
+        return self._cause if self._state is _State.LOST else None
+
     def submit(
         self, op: int, body: bytes = b"", *, hold: bool = False
     ) -> tuple[int, asyncio.Future[list[bytes]]]:
@@ -148,7 +166,7 @@ class Connection:
         With `hold` the answer is not acknowledged by itself; see `acknowledge`.
         """
         if self._state in (_State.CLOSED, _State.LOST):
-            raise SandboxLost(f"the supervisor is not connected ({self._state.value})")
+            raise SandboxLost(self.lost or f"the supervisor is not connected ({self._state.value})")
         identifier = self._next
         self._next = identifier + 1
         acks = self._acks
@@ -160,6 +178,8 @@ class Connection:
         self._pending[identifier] = _Pending(op, frame, future, hold)
         if self._state is _State.ATTACHED:
             self._write(frame)
+            if self._looking is None:
+                self._look_later()
         return identifier, future
 
     async def call(self, op: int, body: bytes = b"") -> Reader:
@@ -259,6 +279,49 @@ class Connection:
         for pending in waiting.values():
             self._fail(pending, error)
 
+    # -- silence ----------------------------------------------------------------------------
+
+    def _look_later(self) -> None:
+        """Begin to look whether answers come."""
+        self._heard = True
+        self._looking = asyncio.get_running_loop().call_later(PROBE_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """Probe a supervisor that owes answers and is silent; give it up in the end.
+
+        Looks are counted instead of seconds: where this process was stopped or starved itself, the
+        time that went by says nothing of the supervisor.
+        """
+        self._looking = None
+        if self._state is not _State.ATTACHED or not self._pending:
+            return  # the next request or attach begins anew
+        self._looking = asyncio.get_running_loop().call_later(PROBE_SECONDS, self._look)
+        if self._heard:
+            self._heard = False
+            self._silences = 0
+        elif self._probe not in self._pending:
+            self._silences = 0
+            self._probe = self._next
+            self.post(Op.INFO, b"")
+        else:
+            self._silences += 1
+            if self._silences * PROBE_SECONDS >= SILENT_SECONDS:
+                self._unanswering = True
+                self._lose("the supervisor does not answer")
+
+    def _lose(self, cause: str) -> None:
+        """Nobody waits for this supervisor any more."""
+        log.info("%s: %s", self._control, cause)
+        self._state = _State.LOST
+        self._cause = cause
+        if self._server is not None:
+            server, self._server = self._server, None
+            (self._control / SOCKET).unlink(missing_ok=True)
+            server.close()
+        self._drop_stream()
+        self._stream = None
+        self._fail_all(SandboxLost(cause))
+
     # -- coming and going -------------------------------------------------------------------
 
     async def attach(self, deadline: float) -> None:
@@ -268,12 +331,13 @@ class Connection:
                 return
             if self._state is _State.CLOSED:
                 raise SandboxLost("the link is closed")
+            if self._unanswering:
+                raise SandboxLost(self._cause)
             if not await self._arrival(deadline):
-                await self._stop_listening()
-                self._state = _State.DETACHED
-                self._drop_stream()
-                self._stream = None
-                raise SandboxLost(f"the supervisor did not connect within {deadline:g} s")
+                # Not only this caller may not wait: requests would else be kept for an attach that
+                # nobody tries again.
+                self._lose(f"the supervisor did not connect within {deadline:g} s")
+                raise SandboxLost(self._cause)
 
     async def _arrival(self, deadline: float) -> bool:
         """Wait for the supervisor to be attached."""
@@ -343,6 +407,9 @@ class Connection:
             return
         self._state = _State.CLOSED
         self._stop_waiting()
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
         self._drop_stream()
         self._fail_all(SandboxLost("the link is closed"))
         if self._arrived is not None and not self._arrived.done():
@@ -417,6 +484,8 @@ class Connection:
         self._pending[self._attach_id] = _Pending(Op.ATTACH, attach, None, False)
         self._state = _State.ATTACHED
         self._write(b"".join([attach, *again, *gone]))
+        if self._looking is None:
+            self._look_later()
 
     def _attached_now(self) -> None:
         self._stop_waiting()
@@ -467,12 +536,7 @@ class Connection:
         self._stop_waiting()
         if self._state is not _State.LISTENING or self._arrived is not None:
             return
-        self._state = _State.LOST
-        if self._server is not None:
-            server, self._server = self._server, None
-            (self._control / SOCKET).unlink(missing_ok=True)
-            server.close()
-        self._fail_all(SandboxLost("the supervisor's connection broke and did not come back"))
+        self._lose("the supervisor's connection broke and did not come back")
 
     def _stop_waiting(self) -> None:
         if self._give_up is not None:

@@ -12,7 +12,7 @@ import msgspec
 
 from sojourn.database.base import Database
 from sojourn.database.writes import UpdateSession, Write
-from sojourn.errors import OutcomeUnknown, SessionNotFound, SojournError, WrongState
+from sojourn.errors import OutcomeUnknown, SandboxLost, SessionNotFound, SojournError, WrongState
 from sojourn.model import Session, SessionState
 from sojourn.node.agent import NodeAgent
 from sojourn.node.sandboxes import Sandbox
@@ -81,7 +81,11 @@ class Context:
         session = active.session
         if session.sandbox is None:
             raise WrongState(f"session {session.id} is {session.state} and has no sandbox")
-        return self.agent.find(session.sandbox, session.epoch)
+        found = self.agent.find(session.sandbox, session.epoch)
+        if not found.frozen and found.guest.lost is not None:
+            # Its kernel may live, but nobody can use it.
+            raise SandboxLost(found.guest.lost)
+        return found
 
     async def commit(
         self, active: ActiveSession, changes: dict[str, Any], *also: Write, durable: bool = True
