@@ -5,8 +5,9 @@ ones; a memory image with successors of which one page in a hundred changed. The
 step by step, the first one changing from round to round, so that all see the same machine.
 
 SOJOURN_BENCH_SCALE makes the trees smaller (1 is 120,000 files, 3 GB, 210 MB), SOJOURN_BENCH_ROUNDS
-repeats the tree of files (the rest is measured once), SOJOURN_BENCH_DIR says where the trees and
-repositories are put meanwhile (some 25 GB at scale 1).
+repeats the tree of files (the rest is measured once), SOJOURN_BENCH_TREES picks of
+`files,mix,memory`, SOJOURN_BENCH_DIR says where the trees and repositories are put meanwhile (some
+25 GB at scale 1).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from bench.store_tools import (
 
 SCALE = float(os.environ.get("SOJOURN_BENCH_SCALE", "1"))
 ROUNDS = int(os.environ.get("SOJOURN_BENCH_ROUNDS", "1"))
+TREES = os.environ.get("SOJOURN_BENCH_TREES", "files,mix,memory").split(",")
 DIRECTORY = os.environ.get("SOJOURN_BENCH_DIR")
 FILES, MIXED, IMAGE = int(120_000 * SCALE), int(3e9 * SCALE), int(210e6 * SCALE)
 SHARE, SUCCESSORS = 0.01, 5
@@ -75,19 +77,28 @@ class Figures:
 def measure() -> list[Row]:
     """The rows of this measure."""
     ensure_rivals()
-    files, mix, memory = Figures(), Figures(), Figures()
-    for number in range(ROUNDS):
+    rows: list[Row] = []
+    if "files" in TREES:
+        files = Figures()
+        for number in range(ROUNDS):
+            with _scratch() as scratch:
+                trees.source_tree(scratch / "tree", FILES)
+                tools = _tools(_LAYERS, scratch, number)
+                _captures(files, tools, scratch / "tree", trees.change_source)
+        rows += _rows("files", files)
+    if "mix" in TREES:
+        mix = Figures()
         with _scratch() as scratch:
-            trees.source_tree(scratch / "tree", FILES)
-            tools = _tools(_LAYERS, scratch, number)
-            _captures(files, tools, scratch / "tree", trees.change_source)
-    with _scratch() as scratch:
-        trees.mixed_tree(scratch / "tree", MIXED)
-        _captures(mix, _tools(_LAYERS, scratch, 0), scratch / "tree", trees.change_mixed)
-    with _scratch() as scratch:
-        trees.memory_image(scratch / "tree", IMAGE)
-        _series(memory, _tools(_IMAGES, scratch, 0), scratch / "tree")
-    return _rows("files", files) + _rows("mix", mix) + _rows("memory", memory)
+            trees.mixed_tree(scratch / "tree", MIXED)
+            _captures(mix, _tools(_LAYERS, scratch, 0), scratch / "tree", trees.change_mixed)
+        rows += _rows("mix", mix)
+    if "memory" in TREES:
+        memory = Figures()
+        with _scratch() as scratch:
+            trees.memory_image(scratch / "tree", IMAGE)
+            _series(memory, _tools(_IMAGES, scratch, 0), scratch / "tree")
+        rows += _rows("memory", memory)
+    return rows
 
 
 _LAYERS: tuple[type[Tool], ...] = (Ours, OursPlain, *RIVALS)
