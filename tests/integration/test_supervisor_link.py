@@ -381,8 +381,9 @@ async def test_a_supervisor_that_does_not_answer_is_lost(
     os.kill(supervisor.pid, signal.SIGSTOP)
     try:
         for one in (waiting, running, stream, asyncio.ensure_future(guest.activity())):
-            with pytest.raises(SandboxLost, match="does not answer"):
+            with pytest.raises(SandboxLost, match="does not answer") as told:
                 await asyncio.wait_for(one, 30)
+            assert told.value.details["cause"] == told.value.message
         assert guest.lost == "the supervisor does not answer"
         for call in (guest.info(), guest.detach(600), guest.attach(600)):
             with pytest.raises(SandboxLost):

@@ -307,9 +307,10 @@ class Connection:
             self._silences += 1
             if self._silences * PROBE_SECONDS >= SILENT_SECONDS:
                 self._unanswering = True
-                self._lose("the supervisor does not answer")
+                cause = "the supervisor does not answer"
+                self._lose(cause, cause=cause)
 
-    def _lose(self, cause: str) -> None:
+    def _lose(self, cause: str, /, **details: str) -> None:
         """Nobody waits for this supervisor any more."""
         log.info("%s: %s", self._control, cause)
         self._state = _State.LOST
@@ -320,7 +321,7 @@ class Connection:
             server.close()
         self._drop_stream()
         self._stream = None
-        self._fail_all(SandboxLost(cause))
+        self._fail_all(SandboxLost(cause, **details))
 
     # -- coming and going -------------------------------------------------------------------
 

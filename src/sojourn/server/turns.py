@@ -207,6 +207,8 @@ class Turns:
             # Its sandbox was ended on purpose: what the caller has to know is why.
             raise Interrupted(f"session {active.id} was deleted") from error
         noting = self._context.soon(self._placements.check(active), f"check {active.id}")
+        if "cause" in error.details:
+            return  # what the host shows by now may be what was done about it
         status = await asyncio.to_thread(sandbox.status)
         cause = None if status.alive else status.cause
         if cause is None:
