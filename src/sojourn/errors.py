@@ -343,7 +343,10 @@ class ResumeFailed(SojournError):
     """The sandbox could not be started from the snapshot; the snapshot is kept."""
 
     code, status, exit_code = "resume_failed", 500, 111
-    default_next_step = "Resume again, roll back to another snapshot, or delete the session."
+    default_next_step = (
+        "Resume again, or its files alone (memory=false, `sojourn session resume --files-only`);"
+        " roll back to another snapshot, or delete the session."
+    )
 
 
 class IntegrityError(SojournError):

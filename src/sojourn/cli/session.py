@@ -307,11 +307,12 @@ def suspend(ref: str, files_only: bool, wait: str | None, as_json: bool) -> None
 
 @command.command("resume", help="Let a session run again.")
 @click.argument("ref", metavar="SESSION")
+@click.option("--files-only", is_flag=True, help="Start from its files; no process goes on.")
 @json_option
-def resume(ref: str, as_json: bool) -> None:
+def resume(ref: str, files_only: bool, as_json: bool) -> None:
     found = session(ref)
     with working("Resuming", quiet=as_json):
-        found.resume()
+        found.resume(memory=not files_only)
     emit(found.info, as_json, lambda: say(f"{found.id} {found.state}"))
 
 

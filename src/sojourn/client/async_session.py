@@ -489,9 +489,10 @@ class AsyncSession:
             core_sessions.durability(self.id, wait=wait, snapshot=name)
         )
 
-    async def resume(self) -> AsyncSession:
-        """Let it run again. Raises ResumeFailed."""
-        self.info = await self._transport.run(core_sessions.simple_verb(self.id, "resume"))
+    async def resume(self, *, memory: bool = True) -> AsyncSession:
+        """Let it run again. Without `memory` a suspended session starts from its files alone:
+        no process goes on, and the snapshot keeps its memory. Raises ResumeFailed."""
+        self.info = await self._transport.run(core_sessions.resume(self.id, memory))
         return self
 
     async def delete(self) -> None:

@@ -37,6 +37,7 @@ from sojourn.wire.api import (
     HealthInfo,
     KeepAlive,
     OperationInfo,
+    ResumeRequest,
     RollbackRequest,
     SessionInfo,
     SessionPage,
@@ -162,7 +163,7 @@ def keep_alive(ref: str, seconds: float) -> Plan[SessionInfo]:
 
 
 def simple_verb(ref: str, name: str, wait: str | None = None) -> Plan[SessionInfo]:
-    """Pause or resume."""
+    """Pause."""
     path = f"{session_path(ref)}/{name}"
     info: SessionInfo = yield from verb_result(SessionInfo, b"POST", path, wait=wait)
     return info
@@ -172,6 +173,13 @@ def suspend(ref: str, memory: bool, wait: str | None) -> Plan[SessionInfo]:
     """Put the session away."""
     path, body = f"{session_path(ref)}/suspend", SuspendRequest(memory=memory)
     info: SessionInfo = yield from verb_result(SessionInfo, b"POST", path, body, wait=wait)
+    return info
+
+
+def resume(ref: str, memory: bool) -> Plan[SessionInfo]:
+    """Let the session go on."""
+    path, body = f"{session_path(ref)}/resume", ResumeRequest(memory=memory)
+    info: SessionInfo = yield from verb_result(SessionInfo, b"POST", path, body)
     return info
 
 

@@ -484,9 +484,10 @@ class Session:
         name = None if snapshot is None else core_sessions.snapshot_name(snapshot)
         return self._transport.run(core_sessions.durability(self.id, wait=wait, snapshot=name))
 
-    def resume(self) -> Session:
-        """Let it run again. Raises ResumeFailed."""
-        self.info = self._transport.run(core_sessions.simple_verb(self.id, "resume"))
+    def resume(self, *, memory: bool = True) -> Session:
+        """Let it run again. Without `memory` a suspended session starts from its files alone:
+        no process goes on, and the snapshot keeps its memory. Raises ResumeFailed."""
+        self.info = self._transport.run(core_sessions.resume(self.id, memory))
         return self
 
     def delete(self) -> None:

@@ -25,6 +25,8 @@ from sojourn import faultpoints
 from sojourn.errors import (
     CaptureFailed,
     CaptureRefused,
+    InvalidRequest,
+    NotFound,
     SandboxLost,
     SojournError,
     StorageFull,
@@ -32,7 +34,7 @@ from sojourn.errors import (
     Unsupported,
 )
 from sojourn.model import LayerRef, MemoryRef
-from sojourn.node import host
+from sojourn.node import connections, host
 from sojourn.node.isolation.base import Capability
 from sojourn.node.records import stacked
 from sojourn.node.sandboxes import Sandbox
@@ -48,7 +50,10 @@ _B = TypeVar("_B")
 _RESERVE_BYTES = 64 * 1024 * 1024
 _CONNECTING_SECONDS = 2.0
 _CONNECTING_PAUSE = 0.02
-_HALF_MADE = (b"02", b"03")  # SYN sent, SYN received
+_LOOK_SECONDS = 5.0
+_MOST_TABLE = 4 * 1024 * 1024
+# The network stack of a frozen sandbox goes on: what it needs to finish handshakes under way.
+_SETTLE_SECONDS = 0.005
 
 
 class Captured(msgspec.Struct, frozen=True):
@@ -92,13 +97,24 @@ async def _freeze(sandbox: Sandbox, memory: bool) -> None:
             next_step="Take a files-only snapshot (memory=false).",
         )
     was_frozen = sandbox.frozen
+    settle = False
+    if was_frozen and memory and not sandbox.at_rest:
+        # Nothing can be seen in a frozen sandbox, and nothing in it comes to rest.
+        await sandbox.thaw()
+        try:
+            settle = await _wait_for_connections(sandbox)
+        except BaseException:
+            await asyncio.shield(sandbox.freeze())
+            raise
+        await sandbox.freeze()
+        sandbox.at_rest = True
     if not was_frozen:
         if memory:
             # Early, and from inside, where process ids can be told.
             found = await sandbox.guest.unlinked()
             if found:
                 raise _refusal(found)
-            await _wait_for_connections(sandbox)
+            settle = await _wait_for_connections(sandbox)
         else:
             await sandbox.guest.sync()
     if sandbox.has(Capability.FREEZE):
@@ -106,6 +122,8 @@ async def _freeze(sandbox: Sandbox, memory: bool) -> None:
     if memory:
         # Whoever lost its name between the look from inside and the freeze is found from outside.
         try:
+            if settle:
+                await asyncio.sleep(_SETTLE_SECONDS)
             gone = await asyncio.to_thread(sandbox.driver.unlinked_files, sandbox.spec)
         except BaseException:
             with contextlib.suppress(SandboxLost):
@@ -124,31 +142,61 @@ async def _freeze(sandbox: Sandbox, memory: bool) -> None:
             )
 
 
-async def _wait_for_connections(sandbox: Sandbox) -> None:
-    """Wait until no program is making a connection inside: the runtime saves one that is half made,
-    and never ends restoring it. Raises CaptureRefused when one does not come about."""
+async def _look(sandbox: Sandbox) -> connections.Obstacles:
+    """What of the network inside stands in the way of an image. Raises CaptureRefused where that
+    cannot be seen: root inside may have put anything in the place of the tables."""
+    sockets: list[connections.Socket] = []
+    try:
+        async with asyncio.timeout(_LOOK_SECONDS):
+            for table in (b"/proc/net/tcp", b"/proc/net/tcp6"):
+                text = b""
+                async for piece in sandbox.guest.read(table):
+                    text += piece
+                    if len(text) > _MOST_TABLE:
+                        raise CaptureRefused(f"{os.fsdecode(table)} inside has no end")
+                sockets += connections.read_table(text)
+    except TimeoutError:
+        raise CaptureRefused("/proc/net/tcp inside cannot be read") from None
+    except (NotFound, InvalidRequest) as error:
+        raise CaptureRefused(f"/proc/net/tcp inside cannot be read: {error.message}") from error
+    return connections.obstacles(sockets)
+
+
+async def _wait_for_connections(sandbox: Sandbox) -> bool:
+    """Wait until no connection inside is being made or waits to be taken: the runtime saves one
+    that is half made, and never ends restoring it. Tells whether there are connections at all.
+
+    Raises CaptureRefused when they do not come to rest and one may be half made.
+    """
     deadline = asyncio.get_running_loop().time() + _CONNECTING_SECONDS
-    while (port := await _connecting(sandbox)) is not None:
+    while not (found := await _look(sandbox)).none:
         if asyncio.get_running_loop().time() > deadline:
+            if found.connecting is not None:
+                what = f"a program has been connecting from port {found.connecting} inside"
+            elif found.full is not None:
+                what = f"{found.waiting[found.full]} connections to port {found.full} inside"
+                what += " have been waiting for its program to take them"
+            else:
+                break  # one in a queue is made: the smallest has room for it
             raise CaptureRefused(
-                f"a program has been connecting from port {port} inside for"
-                f" {_CONNECTING_SECONDS:g} s, and memory with a connection that is only half made"
-                " cannot be restored",
+                f"{what} for {_CONNECTING_SECONDS:g} s, and memory with a connection that is only"
+                " half made cannot be restored",
                 next_step="Try again once it is made or given up, or take a files-only snapshot"
                 " (memory=false).",
             )
         await asyncio.sleep(_CONNECTING_PAUSE)
+    return found.others
 
 
-async def _connecting(sandbox: Sandbox) -> int | None:
-    """The local port of a connection that is being made inside."""
-    for table in (b"/proc/net/tcp", b"/proc/net/tcp6"):
-        text = b"".join([piece async for piece in sandbox.guest.read(table)])
-        for line in text.splitlines()[1:]:
-            fields = line.split()
-            if len(fields) > 3 and fields[3] in _HALF_MADE:
-                return int(fields[1].rpartition(b":")[2], 16)
-    return None
+async def pause(sandbox: Sandbox) -> None:
+    """Freeze until somebody thaws it. Notes whether its memory can be kept as it is then."""
+    with sandbox.no_dials():
+        at_rest = False
+        if sandbox.has(Capability.MEMORY):
+            with contextlib.suppress(CaptureRefused):
+                at_rest = (await _look(sandbox)).none
+        await sandbox.freeze()
+        sandbox.at_rest = at_rest
 
 
 async def _release(sandbox: Sandbox, stay_frozen: bool) -> None:
@@ -252,6 +300,11 @@ async def begin_live(sandbox: Sandbox, *, memory: bool) -> LiveCapture:
     """
     if memory and not sandbox.has(Capability.LIVE_CHECKPOINT):
         raise Unsupported(f"driver {sandbox.driver.name} cannot checkpoint a running sandbox")
+    with sandbox.no_dials():
+        return await _take_live(sandbox, memory)
+
+
+async def _take_live(sandbox: Sandbox, memory: bool) -> LiveCapture:
     stay_frozen = sandbox.frozen
     # Measured before the freeze: what happens in between makes the next turn count as changed,
     # which costs a snapshot but loses nothing.
@@ -329,6 +382,11 @@ async def capture_final(sandbox: Sandbox, *, memory: bool) -> Sealed:
 
     Raises like `capture_live`, the sandbox runs on then.
     """
+    with sandbox.no_dials():
+        return await _take_final(sandbox, memory)
+
+
+async def _take_final(sandbox: Sandbox, memory: bool) -> Sealed:
     stay_frozen = sandbox.frozen
     await _freeze(sandbox, memory)
     faultpoints.reach("seal.freeze")

@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 from sojourn import faultpoints
-from sojourn.errors import ResumeFailed, SandboxLost, SojournError, StorageFull
+from sojourn.errors import Interrupted, ResumeFailed, SandboxLost, SojournError, StorageFull
 from sojourn.model import LayerRef, SessionState
 from sojourn.node import authorities, host, mounts
 from sojourn.node.guest import Guest
@@ -44,7 +44,8 @@ class Sandbox:
     """A sandbox this node runs.
 
     `since` is the last capture of the upper directory: the next one copies only what changed
-    after it. `baseline` and `baseline_scan` are what `changed` compares with.
+    after it. `baseline` and `baseline_scan` are what `changed` compares with. `at_rest` says of a
+    frozen one that no connection was being made inside.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class Sandbox:
         self.baseline: GuestActivity | None = None
         self.baseline_scan: Scan | None = None
         self.frozen = False
+        self.at_rest = False
+        self._quiet = 0
         self.reach = Reach.OFF
         self.environment: dict[str, str] = {}
 
@@ -236,10 +239,28 @@ class Sandbox:
     async def thaw(self) -> None:
         """Let every process go on and link to the supervisor again. Raises SandboxLost."""
         if self.frozen:
+            self.at_rest = False
             await asyncio.to_thread(self.driver.thaw, self.spec)
             self.frozen = False
         if not self.guest.attached:
             await self.guest.attach(ATTACH_SECONDS)
+
+    @contextlib.contextmanager
+    def no_dials(self) -> Iterator[None]:
+        """Let no connection of the outside begin, so that the programs inside get done with those
+        that wait for them, and no image holds one that is half made."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    async def dial(self, token: bytes, port: int) -> None:
+        """`Guest.dial`, but not while the sandbox is captured or paused. Raises Interrupted then:
+        it is to be asked again."""
+        if self._quiet or self.frozen:
+            raise Interrupted("the session is being put away, paused or captured")
+        await self.guest.dial(token, port)
 
     # -- changes ----------------------------------------------------------------------------
 

@@ -151,9 +151,11 @@ class Requests:
         """Put away to storage."""
         return await self._verb(who, ref, "suspend", {"memory": request.memory}, key)
 
-    async def resume(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
-        """Go on."""
-        return await self._verb(who, ref, "resume", {}, key)
+    async def resume(
+        self, who: Principal, ref: str, key: str | None, *, memory: bool = True
+    ) -> OperationInfo:
+        """Go on; without `memory` from files alone."""
+        return await self._verb(who, ref, "resume", {} if memory else {"memory": False}, key)
 
     async def snapshot(
         self, who: Principal, ref: str, request: SnapshotRequest, key: str | None

@@ -266,9 +266,11 @@ class Sessions:
         """Put away to storage."""
         return await self._requests.suspend(who, ref, request, key)
 
-    async def resume(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
-        """Go on."""
-        return await self._requests.resume(who, ref, key)
+    async def resume(
+        self, who: Principal, ref: str, key: str | None, *, memory: bool = True
+    ) -> OperationInfo:
+        """Go on; without `memory` from files alone."""
+        return await self._requests.resume(who, ref, key, memory=memory)
 
     async def snapshot(
         self, who: Principal, ref: str, request: SnapshotRequest, key: str | None

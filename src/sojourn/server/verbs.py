@@ -170,7 +170,7 @@ class Verbs:
             sandbox = self._context.sandbox(active)
             if not sandbox.has(Capability.FREEZE):
                 raise Unsupported(f"driver {sandbox.driver.name} cannot freeze on this host")
-            await sandbox.freeze()
+            await captures.pause(sandbox)
             faultpoints.reach("pause.freeze")
             try:
                 await self._done(run, {"state": SessionState.PAUSED})
@@ -204,14 +204,21 @@ class Verbs:
             session = active.session
             try:
                 head = await self._snapshots.head(session)
+                files_only = head.memory is not None and not run.request.get("memory", True)
+                told: dict[str, Any] = {}
+                if files_only:
+                    told = {"memory": False}
+                    head = msgspec.structs.replace(head, memory=None)
                 await self._placements.place(
                     run,
                     active,
                     head,
                     {},
                     run.finish(None),
-                    run.event(before=session.head, after=session.head),
+                    run.event(before=session.head, after=session.head, **told),
                 )
+                # It is not what its head says: a snapshot or fork of now is taken anew.
+                active.dirty = files_only
             except SojournError as error:
                 await self._placements.fail(active, error)
                 raise

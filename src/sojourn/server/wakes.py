@@ -147,7 +147,7 @@ class Wakes:
 
     async def _connect(self, sandbox: Sandbox, token: bytes, port: int) -> None:
         with contextlib.suppress(Conflict):
-            await sandbox.guest.dial(token, port)
+            await sandbox.dial(token, port)
             return
         record = sandbox.record
         age = time.time() - record.created_at
@@ -158,7 +158,7 @@ class Wakes:
         async with lock:
             while True:
                 try:
-                    await sandbox.guest.dial(token, port)
+                    await sandbox.dial(token, port)
                     return
                 except Conflict as error:
                     if time.monotonic() >= until:

@@ -67,6 +67,13 @@ class SuspendRequest(Request, frozen=True):
     memory: bool = True
 
 
+class ResumeRequest(Request, frozen=True):
+    """`memory` False starts a suspended session from the files of its snapshot alone: no process
+    goes on. The snapshot keeps its memory."""
+
+    memory: bool = True
+
+
 class RollbackRequest(Request, frozen=True):
     """`snapshot` is an id or a label of the session's tree. `force` goes through although the
     session's network policy refuses to leave requests behind that cannot be taken back."""

@@ -40,6 +40,7 @@ from sojourn.wire.api import (
     ForkRequest,
     KeepAlive,
     PromoteRequest,
+    ResumeRequest,
     RollbackRequest,
     SessionInfo,
     SessionPage,
@@ -227,13 +228,16 @@ async def suspend(call: Call, body: SuspendRequest) -> ASGIApp:
     "POST",
     "/v1/sessions/{ref}/resume",
     "Let a paused, suspended or failed session run again",
+    body=ResumeRequest,
     answers=verb_answers(),
     query=VERB_QUERY,
     key=True,
     errors=(*_VERB_ERRORS, ResumeFailed),
+    example={"memory": True},
 )
-async def resume(call: Call) -> ASGIApp:
-    return await verb_answer(call, await call.service.resume(call.who, call.ref, call.key))
+async def resume(call: Call, body: ResumeRequest) -> ASGIApp:
+    operation = await call.service.resume(call.who, call.ref, call.key, memory=body.memory)
+    return await verb_answer(call, operation)
 
 
 @endpoint(
