@@ -63,6 +63,13 @@ def _as_other_user() -> tuple[list[str], int]:
     ], user.pw_uid
 
 
+def _with(directory: Path, place: Path, then: list[str]) -> list[str]:
+    """A prefix under which a directory is at `place`, too."""
+    script = 'mount --bind "$0" "$1" && shift && exec "$@"'
+    private = ["unshare", "--mount", "--propagation=private"]
+    return [*private, "sh", "-c", script, str(directory), str(place), *then]
+
+
 class PostgresServer:
     """One server with its data in a new directory below `parent`."""
 
@@ -71,12 +78,22 @@ class PostgresServer:
         self.sockets = Path(tempfile.mkdtemp(prefix="sojourn-pg-"))
         self.data = parent / "postgres"
         self.log = parent / "postgres.log"
-        self._prefix, self._user = _as_other_user()
+        as_user, self._user = _as_other_user()
+        self._programs, self._prefix = programs(), as_user
+        self._seen = self.sockets / "programs"
+        if as_user:
+            # That user may not get through the directories above the programs, and PostgreSQL asks
+            # by `access`, which no capability helps: in a mount namespace they lie, with the
+            # libraries of their package, beside the sockets.
+            around = self._programs.parents[2]
+            self._prefix = _with(around, self._seen, as_user)
+            self._programs = self._seen / self._programs.relative_to(around)
         self._settings = _SETTINGS if durable else _SETTINGS | _FAST
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
         try:
             self.data.mkdir(mode=0o700)
+            self._seen.mkdir()
             for directory in (self.data, self.sockets):
                 os.chown(directory, self._user, -1)
             self._run(
@@ -98,7 +115,7 @@ class PostgresServer:
             raise
 
     def _run(self, program: str, *arguments: str | Path) -> None:
-        command = [*self._prefix, str(programs() / program), *map(str, arguments)]
+        command = [*self._prefix, str(self._programs / program), *map(str, arguments)]
         done = subprocess.run(command, cwd="/", stdin=subprocess.DEVNULL, capture_output=True)
         if done.returncode != 0:
             raise RuntimeError(f"{program} failed: {done.stderr.decode(errors='replace')}")
@@ -127,7 +144,13 @@ class PostgresServer:
         options = [text for name, value in settings.items() for text in ("-c", f"{name}={value}")]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self._prefix, str(programs() / "postgres"), "-D", str(self.data), *options],
+                [
+                    *self._prefix,
+                    str(self._programs / "postgres"),
+                    "-D",
+                    str(self.data),
+                    *options,
+                ],
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -491,6 +491,8 @@ class GVisorDriver:
                 return line
         if self._tree.group(spec.sandbox).memory_kills():
             return "memory limit exceeded"
+        if status in (126, 127):  # as a shell says it
+            return "the supervisor, which starts the runtime, cannot be executed"
         return f"exit status {status} without a message"
 
     def _version(self) -> str:
