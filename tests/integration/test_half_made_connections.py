@@ -18,7 +18,7 @@ from support.servers import eventually
 pytestmark = pytest.mark.privileged
 
 PORT = 8100
-ROUNDS = 6
+ROUNDS = 3
 AT_ONCE = 8
 
 # Listens with the smallest queue, takes nothing, and closes when told to.
