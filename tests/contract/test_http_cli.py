@@ -216,6 +216,10 @@ def test_sessions(client: Sojourn, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, "session", "rm", "other", "--json")
     assert (code, json.loads(out)) == (0, [made.id])
     assert said(capsys, "session", "get", "other")[0] == 103
+    # One that is not there keeps none of the others.
+    again = said(capsys, "session", "create", "--name", "again")[1].split()[0]
+    code, out, err = said(capsys, "session", "rm", "nosuch", again)
+    assert (code, out) == (103, f"{again}\n") and "nosuch" in err
 
 
 def test_history(box: Any, client: Sojourn, capsys: pytest.CaptureFixture[str]) -> None:

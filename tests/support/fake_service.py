@@ -375,7 +375,9 @@ class FakeService:
     ) -> OperationInfo:
         return self._state(who, ref, "suspend", "suspended", key, request)
 
-    async def resume(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
+    async def resume(
+        self, who: Principal, ref: str, key: str | None, *, memory: bool = True
+    ) -> OperationInfo:
         return self._state(who, ref, "resume", "running", key)
 
     def _snapshot(self, kept: Kept, kind: str, label: str | None, memory: bool) -> SnapshotInfo:

@@ -126,7 +126,7 @@ def test_names_are_those_of_variables(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", " ", "a\nb", "a\rb", "a\0b", "a\x7fb", "x" * (MAX_VALUE + 1)]
+    "value", ["", " ", "k7-", " " * 9, "a\nb", "a\rb", "a\0b", "a\x7fb", "x" * (MAX_VALUE + 1)]
 )
 def test_values_are_one_line(tmp_path: Path, value: str) -> None:
     async def work(secrets: Secrets, database: Database) -> None:

@@ -86,12 +86,15 @@ def test_a_secret_that_changes_reaches_a_sandbox_that_is_starting(tmp_path: Path
         )
         gateway: Any = FakeGateway()
         networks.gateway = gateway
-        await secrets.set(who, "KEY", SetSecret(value="old", uses=USES))
+        await secrets.set(who, "KEY", SetSecret(value="old value", uses=USES))
         assert gateway.told == []
         await networks._serve(session.id, RECORD)
-        await secrets.set(who, "KEY", SetSecret(value="new", uses=USES))
-        await secrets.set(who, "OTHER", SetSecret(value="other", uses=USES))
-        assert [one.value for told in gateway.told for one in told.secrets] == ["old", "new"]
+        await secrets.set(who, "KEY", SetSecret(value="new value", uses=USES))
+        await secrets.set(who, "OTHER", SetSecret(value="other value", uses=USES))
+        assert [one.value for told in gateway.told for one in told.secrets] == [
+            "old value",
+            "new value",
+        ]
         agent.ended("sbx-1")
         await secrets.delete(who, "KEY")
         assert len(gateway.told) == 2

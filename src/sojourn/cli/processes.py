@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sojourn.wire.api import ProcessInfo
     from sojourn.wire.code import CodeResult
 
+_INTERPRETER = "Runs inside the sandbox as `python3 -c"  # how the interpreter's program begins
 AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """What follows the first argument is the command's, options and all."""
 
@@ -223,9 +224,32 @@ def kill(ref: str, number: int, which: str, alone: bool) -> None:
 @json_option
 def run_code(ref: str, code: str, context: str, timeout: float | None, as_json: bool) -> int:
     text = sys.stdin.read() if code == "-" else code
-    result = session(ref).run_code(text, context=context, timeout=timeout)
+    found = session(ref)
+    try:
+        result = found.run_code(text, context=context, timeout=timeout)
+    except KeyboardInterrupt:
+        _interrupt_code(found)
+        raise
     emit(result, as_json, lambda: _show_result(result))
     return 1 if result.error is not None else 0
+
+
+def _interrupt_code(found: Session) -> None:
+    """Have the code end, too: the next one would wait for it without a word."""
+    running = [
+        process
+        for process in found.processes()
+        if process.running and any(_INTERPRETER in word[:200] for word in process.info.argv)
+    ]
+    if len(running) == 1:
+        running[0].signal(signal.SIGINT, group=False)
+    elif running:
+        numbers = ", ".join(str(process.id) for process in running)
+        click.echo(
+            "the code goes on; end it with `sojourn session kill -s INT --alone`, one of the"
+            f" interpreters {numbers}",
+            err=True,
+        )
 
 
 def _show_result(result: CodeResult) -> None:

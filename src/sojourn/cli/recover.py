@@ -20,9 +20,10 @@ def command(
 ) -> int:
     """Make a lost data directory anew from the object store.
 
-    Every session the store has a record of comes back suspended at its last durable snapshot. The
-    database must hold no sessions, and no server may use it or the data directory. Exit code 0 when
-    everything could be read, 112 when not; what could be read is recovered all the same.
+    Every session the store has a record of comes back suspended at its last durable snapshot;
+    those a database of another machine (--database) still speaks of go on as they are there. No
+    server may use the database or the data directory. Exit code 0 when everything could be read,
+    112 when not; what could be read is recovered all the same.
     """
     import asyncio
 

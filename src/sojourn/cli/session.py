@@ -320,14 +320,29 @@ def resume(ref: str, files_only: bool, as_json: bool) -> None:
 @click.argument("refs", metavar="SESSION...", nargs=-1, required=True)
 @json_option
 def rm(refs: tuple[str, ...], as_json: bool) -> None:
+    from sojourn.cli.main import report
+    from sojourn.errors import SojournError
+
     client = connect()
-    deleted = []
+    deleted: list[str] = []
+    failed: list[SojournError] = []
     for ref in refs:
-        found = client.sessions.get(ref)
-        with working(f"Deleting {ref}", quiet=as_json):
-            found.delete()
-        deleted.append(found.id)
-    emit(deleted, as_json, lambda: say("\n".join(deleted)))
+        try:
+            found = client.sessions.get(ref)
+            with working(f"Deleting {ref}", quiet=as_json):
+                found.delete()
+        except SojournError as error:
+            failed.append(error)  # the others are deleted all the same
+        else:
+            deleted.append(found.id)
+            if not as_json:
+                say(found.id)
+    if as_json:
+        emit(deleted, as_json, lambda: None)
+    for earlier in failed[:-1]:
+        report(earlier, as_json)
+    if failed:
+        raise failed[-1]
 
 
 for module in (processes, terminal, copying, history, network):

@@ -29,13 +29,24 @@ class Refused(Exception):
         self.next_step, self.rule, self.retry_after = next_step, rule, retry_after
 
 
+_NEVER = "No policy can allow it: it is no address of the outside."
+_NEXT_STEPS = {
+    "special-address": _NEVER,
+    "host-address": _NEVER,
+    "local-name": _NEVER,
+    "private-address": "A rule has to name its network, and the operator has to allow that"
+    " (SOJOURN_EGRESS_PRIVATE).",
+}
+
+
 def denied(verdict: Verdict) -> Refused:
     """The policy does not allow it."""
+    usual = "Allow it in the session's network policy, or use what the policy allows."
     return Refused(
         403,
         "network_denied",
         verdict.reason,
-        "Allow it in the session's network policy, or use what the policy allows.",
+        _NEXT_STEPS.get(verdict.rule, usual),
         rule=verdict.rule,
     )
 

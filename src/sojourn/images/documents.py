@@ -263,7 +263,7 @@ def check_image(image: ImageDocument, layers: int, host: Platform) -> ImageDocum
     told = Platform(image.architecture, image.os or "linux", image.variant)
     if image.architecture and not fits(told, host):
         raise ImageInvalid(
-            f"the image is for {told.os}/{told.architecture}; this node is"
+            f"the image is for {told.os}/{told.architecture}; wanted is"
             f" {host.os}/{host.architecture}"
         )
     return image

@@ -28,6 +28,9 @@ from sojourn.server.secret_store import SecretStore, open_secret_store
 from sojourn.wire.api import SecretInfo, SetSecret
 
 MAX_VALUE = 8 << 10
+MIN_VALUE = 8
+"""Bytes. The gateway takes a value out of every answer of its domains: a shorter one would be found
+in what has nothing to do with it, and answers would be changed in silence."""
 MAX_USES = 8
 MAX_DOMAINS = 32  # of all its uses
 _KIND = "secret"
@@ -104,6 +107,12 @@ def _check_place(use: SecretUse, where: str) -> None:
 def check_value(value: str) -> bytes:
     """A secret's value. Raises InvalidRequest, TooLarge; neither says what it is."""
     encoded = value.encode()
+    if len(encoded) < MIN_VALUE:
+        raise InvalidRequest(
+            f"a secret has at least {MIN_VALUE} bytes: a shorter one would be taken out of answers"
+            " where it stands by chance",
+            field="value",
+        )
     if len(encoded) > MAX_VALUE:
         raise TooLarge(f"a secret is at most {MAX_VALUE} bytes", limit=MAX_VALUE)
     if not value.strip() or any(byte < 0x20 or byte == 0x7F for byte in encoded):
