@@ -161,8 +161,10 @@ def hosted(*arguments: str) -> Callable[[Hosted], Any]:
 
     def wrap(test: Hosted) -> Any:
         async def whole(program: Path, directory: Path) -> None:
-            async with hosted_guest(program, directory, *arguments) as (link, supervisor):
-                await test(link, supervisor, directory)
+            # The alarm that bounds tests is not heard while the loop waits.
+            async with asyncio.timeout(90):
+                async with hosted_guest(program, directory, *arguments) as (link, supervisor):
+                    await test(link, supervisor, directory)
 
         @pytest.mark.privileged
         def run(supervisor_program: Path, tmp_path: Path) -> None:

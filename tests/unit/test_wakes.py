@@ -71,11 +71,10 @@ class World:
             await asyncio.sleep(0.05)
             self.resumes += 1
             self.state = SessionState.RUNNING
-        guest = types.SimpleNamespace(dial=self.dial)
         import time
 
         record = types.SimpleNamespace(sandbox="sbx-1", created_at=time.time() - self.age)
-        return self.active, types.SimpleNamespace(guest=guest, record=record)
+        return self.active, types.SimpleNamespace(dial=self.dial, record=record)
 
     def note(self, active: Any, *, later: bool) -> None:
         self.noted += 1
