@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sojourn.node import interpreter
+from sojourn.node import interpreter, interpreter_driver
 from sojourn.node.interpreter import _Collector
+from sojourn.wire.code import is_interpreter
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -59,3 +62,9 @@ def test_without_a_mark_all_is_output() -> None:
     collector.feed(b"abc\0sojourn:01")
     collector.rest()
     assert bytes(collector.text) == b"abc\0sojourn:01"
+
+
+def test_an_interpreter_is_told_by_its_arguments() -> None:
+    program = Path(interpreter_driver.__file__).read_text()
+    assert is_interpreter(["python3", "-c", program])
+    assert not is_interpreter(["python3", "-c", "print(1)"])

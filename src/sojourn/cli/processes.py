@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sojourn.wire.api import ProcessInfo
     from sojourn.wire.code import CodeResult
 
-_INTERPRETER = "Runs inside the sandbox as `python3 -c"  # how the interpreter's program begins
 AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """What follows the first argument is the command's, options and all."""
 
@@ -236,10 +235,12 @@ def run_code(ref: str, code: str, context: str, timeout: float | None, as_json: 
 
 def _interrupt_code(found: Session) -> None:
     """Have the code end, too: the next one would wait for it without a word."""
+    from sojourn.wire.code import is_interpreter
+
     running = [
         process
         for process in found.processes()
-        if process.running and any(_INTERPRETER in word[:200] for word in process.info.argv)
+        if process.running and is_interpreter(process.info.argv)
     ]
     if len(running) == 1:
         running[0].signal(signal.SIGINT, group=False)

@@ -23,6 +23,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from sojourn.store.copying import write_whole
+
 CERTIFICATE = "ca.pem"
 KEY = "ca.key"
 _DAYS = 3650
@@ -115,10 +117,10 @@ def open_authority(directory: Path) -> Authority:
         certificate = _read_certificate(path, key)
         if certificate is None:
             certificate = _make(key, _subject())
-            _write(path, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+            write_whole(path, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
         elif _ends_soon(certificate):
             certificate = _make(key, certificate.subject)
-            _write(path, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+            write_whole(path, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
     return Authority(key, certificate)
 
 
@@ -137,7 +139,7 @@ def _key(path: Path) -> ec.EllipticCurvePrivateKey:
         pem = path.read_bytes()
     except FileNotFoundError:
         key = ec.generate_private_key(ec.SECP256R1())
-        _write(path, _key_pem(key), 0o600)
+        write_whole(path, _key_pem(key), 0o600)
         return key
     found = serialization.load_pem_private_key(pem, password=None)
     if not isinstance(found, ec.EllipticCurvePrivateKey):
@@ -200,22 +202,3 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -22,7 +22,7 @@ from sojourn.mcp.calls import Call, closing
 from sojourn.mcp.texts import LIMIT, Stream, clipped, part
 from sojourn.wire import stream
 from sojourn.wire.api import ProcessInfo
-from sojourn.wire.code import CodeResult
+from sojourn.wire.code import CodeResult, is_interpreter
 from sojourn.wire.guest import Output
 
 START_SECONDS = 30.0  # how long a cancelled call waits to learn which process it started
@@ -32,8 +32,6 @@ INTERRUPTS = 3
 MAX_IMAGES = 8
 IMAGE_BYTES = 4 * 1024 * 1024
 COMMAND_SHOWN = 500
-
-_INTERPRETER = "Runs inside the sandbox as `python3 -c"  # how the interpreter's program begins
 
 
 class _Running:
@@ -224,7 +222,7 @@ async def _interrupt(session: AsyncSession, task: asyncio.Task[CodeResult]) -> N
         found = [
             one
             for one in await session.processes()
-            if one.running and any(_INTERPRETER in word[:200] for word in one.info.argv)
+            if one.running and is_interpreter(one.info.argv)
         ]
         if len(found) != 1:
             return  # which one runs this code cannot be told; its timeout ends it
@@ -261,7 +259,7 @@ async def process_list(call: Call, given: arguments.Own) -> results.ProcessesRes
 
 
 def _command(info: ProcessInfo) -> str:
-    if any(_INTERPRETER in word[:200] for word in info.argv):
+    if is_interpreter(info.argv):
         return "(the interpreter of run_code)"
     return " ".join(info.argv)
 

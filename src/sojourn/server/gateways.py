@@ -22,6 +22,7 @@ import msgspec
 from sojourn.errors import InvalidRequest, SojournError, Unreachable
 from sojourn.gateway.control import Control, Request
 from sojourn.gateway.messages import Attach, Began, Detach, Ended, Start
+from sojourn.server.sender import end_process
 from sojourn.wire.api import GatewayInfo
 
 log = logging.getLogger(__name__)
@@ -314,15 +315,8 @@ class Gateway:
         process, self._process = self._process, None
         if control is not None:
             control.close()
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        try:
-            async with asyncio.timeout(_END_SECONDS):
-                await process.wait()
-        except TimeoutError:
-            log.error("process %d, the gateway, does not end", process.pid)
+        if process is not None:
+            await end_process(process, "the gateway", _END_SECONDS)
 
 
 async def _given(body: Start | Detach) -> Start | Detach:

@@ -16,6 +16,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from sojourn.errors import HostUnfit, SecretsKeyInvalid
+from sojourn.store.copying import write_whole
 
 KEY_FILE = "secrets.key"
 _KEY_BYTES = 32
@@ -108,17 +109,5 @@ def _parse(content: bytes, where: str) -> bytes:
 def _make(path: Path) -> bytes:
     """A new key, on disk before anything is sealed with it."""
     key = os.urandom(_KEY_BYTES)
-    temporary = path.with_name(f".{path.name}.new")
-    descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(key.hex() + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    write_whole(path, f"{key.hex()}\n".encode(), 0o600)
     return key

@@ -42,6 +42,18 @@ async def exchange(process: asyncio.subprocess.Process, request: Any) -> bytes:
     return await process.stdout.readexactly(length)
 
 
+async def end_process(process: asyncio.subprocess.Process, what: str, seconds: float) -> None:
+    """Kill a worker and wait for its end for at most so many seconds."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    try:
+        async with asyncio.timeout(seconds):
+            await process.wait()
+    except TimeoutError:
+        # It waits in the kernel for a file system that does not answer; no stop waits for that.
+        log.error("process %d, %s, does not end", process.pid, what)
+
+
 class Sender:
     """One worker process at a time, one call at a time."""
 
@@ -162,16 +174,8 @@ class Sender:
 
     async def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        try:
-            async with asyncio.timeout(_END_SECONDS):
-                await process.wait()
-        except TimeoutError:
-            # It waits in the kernel for a file system that does not answer; no stop waits for that.
-            log.error("process %d, which sends to the object store, does not end", process.pid)
+        if process is not None:
+            await end_process(process, "which sends to the object store", _END_SECONDS)
 
 
 async def _while_it_works(pid: int, exchanged: asyncio.Future[bytes]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
+
+_PROGRAM = "Runs inside the sandbox as `python3 -c"  # how `sojourn.node.interpreter_driver` begins
 
 
 class CodeError(msgspec.Struct, frozen=True):
@@ -26,3 +30,8 @@ class CodeResult(msgspec.Struct, frozen=True):
     execution_count: int = 0
     restarted: bool = False
     truncated: bool = False
+
+
+def is_interpreter(argv: Iterable[str]) -> bool:
+    """Whether a process with these arguments is an interpreter that code is run in."""
+    return any(_PROGRAM in word[:200] for word in argv)

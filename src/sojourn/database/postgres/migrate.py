@@ -7,33 +7,23 @@ than the code, or holds something else under our names, is refused and left as i
 
 from __future__ import annotations
 
-import re
 import time
-from importlib import resources
 
 import psycopg
 from psycopg import errors as pg
 
+from sojourn.database.migrations import numbered
 from sojourn.database.postgres.connections import Connection
 from sojourn.errors import HostUnfit
 
 _OLDEST = 130_000  # the first version with all that the queries use
 _LOCK = 0x736F6A6F75726E00  # one of our own among the advisory locks of the database
 _FOREIGN = (pg.DuplicateTable, pg.DuplicateObject, pg.DuplicateFunction, pg.UndefinedColumn)
-_NUMBERED = re.compile(r"^(\d{4})_(\w+)\.sql$")
 
 
 def migrations() -> list[tuple[int, str, str]]:
     """All known ones in order: number, name, text. They are numbered from 1 without a gap."""
-    found = []
-    for file in resources.files("sojourn.database.postgres").joinpath("migrations").iterdir():
-        match = _NUMBERED.match(file.name)
-        if match:
-            found.append((int(match[1]), match[2], file.read_text(encoding="utf-8")))
-    found.sort()
-    if [number for number, _, _ in found] != list(range(1, len(found) + 1)):
-        raise ValueError("migrations are not numbered 1, 2, 3, ...")
-    return found
+    return numbered("sojourn.database.postgres")
 
 
 def migrate(connection: Connection, place: str) -> None:

@@ -10,32 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 
+from sojourn.database.migrations import numbered
 from sojourn.database.sqlite.failures import damaged
 from sojourn.errors import HostUnfit
 
 BUSY_SECONDS = 5.0
 _CHECK_LIMIT = 256 << 20  # files up to this size are checked at each opening
-_NUMBERED = re.compile(r"^(\d{4})_(\w+)\.sql$")
 
 
 def migrations() -> list[tuple[int, str, str]]:
     """All known ones in order: number, name, text. They are numbered from 1 without a gap."""
-    found = []
-    for file in resources.files("sojourn.database.sqlite").joinpath("migrations").iterdir():
-        match = _NUMBERED.match(file.name)
-        if match:
-            found.append((int(match[1]), match[2], file.read_text(encoding="utf-8")))
-    found.sort()
-    if [number for number, _, _ in found] != list(range(1, len(found) + 1)):
-        raise ValueError("migrations are not numbered 1, 2, 3, ...")
-    return found
+    return numbered("sojourn.database.sqlite")
 
 
 def connect(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
