@@ -18,7 +18,7 @@ import uvloop
 
 from sojourn.database import Database, SnapshotRecord, open_database
 from sojourn.database.writes import AppendEvent, InsertSession, InsertSnapshot, UpdateSession
-from sojourn.model import Limits, Policy, Session, SessionState, SnapshotKind, new_id
+from sojourn.model import Session, SessionState, SnapshotKind, new_id, without_sandbox
 
 TENANT = "ten_1"
 TURNS = (SessionState.RUNNING, SessionState.PAUSED)
@@ -36,29 +36,15 @@ FROM generate_series(1, %s) AS n
 
 
 def new_session() -> Session:
-    now = time.time()
-    return Session(
-        id=new_id("ses"),
-        tenant=TENANT,
-        name=None,
+    return without_sandbox(
+        new_id("ses"),
+        TENANT,
         labels={"user": "1"},
         template="base",
-        env={},
-        limits=Limits(),
-        policy=Policy(),
         driver="gvisor",
         state=SessionState.RUNNING,
         epoch=1,
-        head=None,
-        parent_session=None,
-        forked_from=None,
-        sandbox=None,
-        node=None,
-        idle_deadline=None,
-        lifetime_deadline=None,
-        cause=None,
-        created_at=now,
-        updated_at=now,
+        created_at=time.time(),
     )
 
 

@@ -9,6 +9,7 @@ from sojourn.model.sessions import (
     Session,
     SessionKind,
     SessionState,
+    without_sandbox,
 )
 from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotKind
 
@@ -26,4 +27,5 @@ __all__ = [
     "SnapshotKind",
     "derived_id",
     "new_id",
+    "without_sandbox",
 ]

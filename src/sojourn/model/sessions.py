@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 
@@ -127,3 +128,43 @@ class Session(msgspec.Struct, frozen=True):
     def live(self) -> bool:
         """Whether it has a sandbox, running or frozen."""
         return self.state in (SessionState.RUNNING, SessionState.PAUSED)
+
+
+def without_sandbox(
+    id: str,
+    tenant: str,
+    *,
+    template: str,
+    driver: str,
+    state: SessionState,
+    created_at: float,
+    **fields: Any,
+) -> Session:
+    """A session's record where there is no sandbox. What `fields` does not say is as in one that
+    was never placed: no name, no snapshot, no deadline, usual limits and policy."""
+    values: dict[str, Any] = {
+        "name": None,
+        "labels": {},
+        "env": {},
+        "limits": Limits(),
+        "policy": Policy(),
+        "epoch": 0,
+        "head": None,
+        "parent_session": None,
+        "forked_from": None,
+        "idle_deadline": None,
+        "lifetime_deadline": None,
+        "cause": None,
+        "updated_at": created_at,
+    }
+    return Session(
+        id=id,
+        tenant=tenant,
+        template=template,
+        driver=driver,
+        state=state,
+        sandbox=None,
+        node=None,
+        created_at=created_at,
+        **(values | fields),
+    )

@@ -21,7 +21,7 @@ from sojourn.database.base import Database
 from sojourn.database.records import ObjectStore, SnapshotRecord
 from sojourn.database.writes import AppendEvent, InsertSession, InsertSnapshot, Write
 from sojourn.errors import Conflict, IntegrityError, ObjectMissing, SojournError
-from sojourn.model import Limits, Policy, Session, SessionKind, SessionState, Snapshot
+from sojourn.model import Session, SessionKind, SessionState, Snapshot, without_sandbox
 from sojourn.repository.inventory import survey
 from sojourn.repository.repository import SHARED, Repository
 from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
@@ -340,26 +340,12 @@ def _revived(session: Session, head: str | None, now: float) -> Session:
 
 def _gone(tenant: str, manifest: Snapshot, now: float) -> Session:
     """The row of a deleted session whose snapshots others stand on."""
-    return Session(
-        id=manifest.session,
-        tenant=tenant,
-        name=None,
-        labels={},
+    return without_sandbox(
+        manifest.session,
+        tenant,
         template=manifest.config.template,
-        env={},
-        limits=Limits(),
-        policy=Policy(),
         driver=manifest.memory.driver if manifest.memory else "gvisor",
         state=SessionState.DELETED,
-        epoch=0,
-        head=None,
-        parent_session=None,
-        forked_from=None,
-        sandbox=None,
-        node=None,
-        idle_deadline=None,
-        lifetime_deadline=None,
-        cause=None,
         created_at=manifest.created_at,
         updated_at=now,
     )

@@ -47,7 +47,6 @@ from sojourn.images.unpacking import LONG_CHAIN, Unpacked, Unpacker
 from sojourn.lifecycle import Command, Verb, decide
 from sojourn.model import (
     LayerRef,
-    Limits,
     MemoryRef,
     Policy,
     Session,
@@ -55,6 +54,7 @@ from sojourn.model import (
     SessionState,
     SnapshotKind,
     new_id,
+    without_sandbox,
 )
 from sojourn.model.snapshots import ImageConfig, SnapshotConfig
 from sojourn.node import captures
@@ -441,28 +441,14 @@ def _source(config: SnapshotConfig) -> str:
 
 def _new_template(tenant: str, name: str, built: Built) -> Session:
     """What holds the versions of a new template."""
-    now = time.time()
-    return Session(
-        id=new_id("ses"),
-        tenant=tenant,
+    return without_sandbox(
+        new_id("ses"),
+        tenant,
         name=name,
-        labels={},
         template=name,
-        env={},
-        limits=Limits(),
         policy=Policy(idle_timeout=None, retention=None),
         driver=built.driver,
         state=SessionState.SUSPENDED,
-        epoch=0,
-        head=None,
-        parent_session=None,
-        forked_from=None,
-        sandbox=None,
-        node=None,
-        idle_deadline=None,
-        lifetime_deadline=None,
-        cause=None,
-        created_at=now,
-        updated_at=now,
+        created_at=time.time(),
         kind=SessionKind.TEMPLATE,
     )
