@@ -53,7 +53,14 @@ class RecordingServer:
 class Rig:
     """The gateway runs in a thread with a loop of its own, and so do guests."""
 
-    def __init__(self, directory: Path, world: World, *, private: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        *,
+        private: Sequence[str] = (),
+        lease: Path | None = None,
+    ) -> None:
         self.directory, self.world = directory, world
         self.server = RecordingServer()
         self.authority = directory / "authority" / "ca.pem"
@@ -70,6 +77,7 @@ class Rig:
         self.gateway: Gateway = self.run(self._open())
 
     async def _open(self) -> Gateway:
+            lease=None if lease is None else str(lease),
         gateway = Gateway(self._start, self.server)
         await gateway.open()
         return gateway

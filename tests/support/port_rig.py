@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from sojourn.errors import SojournError, to_body
 from sojourn.gateway import ports_channel as channel
 from sojourn.gateway.inbound import Inbound
+from sojourn.gateway.leases import UNBOUNDED, AnyLease
 from sojourn.gateway.ports import Ports
 from sojourn.gateway.streams import Connection
 from sojourn.model.ports import PortKind
@@ -36,10 +37,10 @@ class PortRig:
     """Exposes programs; `dials` counts the ways inside that were asked for, `before` runs before
     each is answered, `moved` are the notices of what goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease: AnyLease = UNBOUNDED) -> None:
         self.inbound = Inbound()
         ours, its = channel.channel_pair()
-        self.ports = Ports(self.inbound, its.detach())
+        self.ports = Ports(self.inbound, its.detach(), lease)
         self.channel = channel.Channel(ours, self._told, lambda: None)
         self.dials = 0
         self.moved: list[channel.Moved] = []
@@ -131,8 +132,8 @@ class PortRig:
 
 
 @contextlib.asynccontextmanager
-async def port_rig() -> AsyncIterator[PortRig]:
-    rig = PortRig()
+async def port_rig(lease: AnyLease = UNBOUNDED) -> AsyncIterator[PortRig]:
+    rig = PortRig(lease)
     await rig.open()
     try:
         yield rig

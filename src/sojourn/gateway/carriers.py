@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import cast
 
+from sojourn.gateway.leases import UNBOUNDED, AnyLease
 from sojourn.gateway.streams import PIECE, WRITE_AHEAD, Reset, Room
 from sojourn.gateway.tunnels import Tunnel
 from sojourn.wire.tunnels import (
@@ -43,7 +44,9 @@ class Carriers:
         self,
         opened: Callable[[Tunnel], Awaitable[None]],
         most: int,
+        lease: AnyLease = UNBOUNDED,
     ) -> None:
+        self.lease = lease
         self.tunnels: dict[int, Tunnel] = {}
         self.connections: set[Carrier] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -71,7 +74,7 @@ class Carriers:
             carrier.prepare()
 
     def close(self) -> None:
-        """The sandbox is gone."""
+        """The sandbox is gone, or nothing may be carried: what is open is reset."""
         for tunnel in list(self.tunnels.values()):
             tunnel.reset()
         for carrier in list(self.connections):
@@ -125,7 +128,8 @@ class Carrier(asyncio.BufferedProtocol):
         transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
         self._transport = transport
         transport.set_write_buffer_limits(high=WRITE_AHEAD)
-        if len(self._owner.connections) >= self._owner.most + 16:
+        full = len(self._owner.connections) >= self._owner.most + 16
+        if full or not self._owner.lease.valid():
             transport.abort()
             return
         self._owner.connections.add(self)
@@ -135,6 +139,9 @@ class Carrier(asyncio.BufferedProtocol):
         return self._scratch
 
     def buffer_updated(self, nbytes: int) -> None:
+        if not self._owner.lease.valid():
+            self._abort("the node has no lease")
+            return
         self._pending += memoryview(self._scratch)[:nbytes]
         try:
             self._take()
@@ -177,7 +184,9 @@ class Carrier(asyncio.BufferedProtocol):
 
     def send(self, kind: Frame, body: bytes = b"") -> None:
         """Queue a frame."""
-        if self._transport is not None and not self._transport.is_closing():
+        if not self._owner.lease.valid():
+            self._abort("the node has no lease")
+        elif self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(kind, body))
 
     def refuse(self, reason: Refusal) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 from pathlib import Path
@@ -17,6 +18,7 @@ from sojourn.gateway.authority import Authority, open_authority
 from sojourn.gateway.carriers import Carriers
 from sojourn.gateway.control import Request
 from sojourn.gateway.inbound import Inbound
+from sojourn.gateway.leases import AnyLease, Lease, lease_of
 from sojourn.gateway.messages import Attach, Detach, Start
 from sojourn.gateway.outbound import Outbound
 from sojourn.gateway.ports import Ports, serve_ports
@@ -25,6 +27,8 @@ from sojourn.gateway.resolving import Outside
 from sojourn.gateway.scopes import Scope
 from sojourn.gateway.tunnels import Tunnel
 from sojourn.wire.tunnels import Kind
+
+log = logging.getLogger(__name__)
 
 MOST_TUNNELS = 1024
 _BACKLOG = 256
@@ -40,13 +44,14 @@ class _Attached:
         authority: Authority,
         server: Server,
         inbound: Inbound,
+        lease: AnyLease,
     ) -> None:
         self.attach = attach
         self._inbound = inbound
         recorder = Recorder(server, attach.session, attach.sandbox, attach.epoch)
         self.scope = Scope(attach.policy, attach.secrets, recorder, outside)
         self._outbound = Outbound(self.scope, authority)
-        self._carriers = Carriers(self._opened, MOST_TUNNELS)
+        self._carriers = Carriers(self._opened, MOST_TUNNELS, lease)
         self._listener: asyncio.Server | None = None
         self._inode = -1
 
@@ -59,6 +64,10 @@ class _Attached:
         self._listener = await asyncio.get_running_loop().create_unix_server(
             self._carriers.protocol, sock=bound, backlog=_BACKLOG
         )
+
+    def cut(self) -> None:
+        """Reset what is open; the sandbox stays attached."""
+        self._carriers.close()
 
     def close(self) -> None:
         """End everything of it."""
@@ -85,11 +94,14 @@ class Gateway:
         self.authority = open_authority(Path(start.authority))
         self.inbound = Inbound()
         self._outside = Outside(
+        self._lease = lease_of(start.lease)
+        self._watching: asyncio.Task[None] | None = None
             namespace=start.namespace,
             nameservers=start.nameservers,
             private=start.private,
             roots=start.roots,
         )
+            lease=self._lease,
         self._server = server
         self._attached: dict[str, _Attached] = {}
         self._changing = asyncio.Lock()
@@ -99,7 +111,9 @@ class Gateway:
     async def open(self) -> None:
         """Check what it was started with. Raises HostUnfit."""
         await self._outside.check()
-        self._ports = serve_ports(self.inbound, self._ports_channel)
+        self._ports = serve_ports(self.inbound, self._ports_channel, self._lease)
+        if isinstance(self._lease, Lease):
+            self._watching = asyncio.create_task(self._lease.watch(self._cut))
 
     async def handle(self, body: Request) -> None:
         """Do what the server asks for, one after another."""
@@ -120,7 +134,9 @@ class Gateway:
             return
         if known is not None:
             self.detach(attach.sandbox)
-        attached = _Attached(attach, self._outside, self.authority, self._server, self.inbound)
+        attached = _Attached(
+            attach, self._outside, self.authority, self._server, self.inbound, self._lease
+        )
         try:
             await attached.listen()
         except OSError as error:
@@ -137,8 +153,17 @@ class Gateway:
             attached.close()
 
     def close(self) -> None:
+    def _cut(self) -> None:
+        log.warning("the node's lease is over: every connection is reset")
+        for attached in self._attached.values():
+            attached.cut()
+        if self._ports is not None:
+            self._ports.cut()
+
         """End everything."""
         for sandbox in list(self._attached):
+        if self._watching is not None:
+            self._watching.cancel()
             self.detach(sandbox)
         if self._ports is not None:
             self._ports.close()

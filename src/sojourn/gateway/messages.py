@@ -19,8 +19,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     authority. `namespace` is the path of a network namespace in which outside connections are made
     (None: the host's); `nameservers` are asked instead of the host's own; `private` are networks
     that policies may name although they are private. `roots` is a file of certificates that are
-    trusted besides the system's own. `ports` is the inherited descriptor of the
-    channel about exposed ports (`sojourn.gateway.ports_channel`); -1: there is none."""
+    trusted besides the system's own. `lease` is the path of the node's lease file, past whose
+    deadline nothing is carried (None: there is no lease). `ports` is the inherited descriptor of
+    the channel about exposed ports (`sojourn.gateway.ports_channel`); -1: there is none."""
 
     authority: str
     namespace: str | None = None
@@ -28,6 +29,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     private: list[str] = []
     ports: int = -1
     roots: str | None = None
+    lease: str | None = None
 
 
 class Granted(msgspec.Struct, frozen=True):

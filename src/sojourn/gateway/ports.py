@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from sojourn.errors import Interrupted, PortSilent, QuotaExceeded, SojournError, from_body
 from sojourn.gateway import ports_channel as channel
 from sojourn.gateway.inbound import Dialled, Inbound
+from sojourn.gateway.leases import UNBOUNDED, AnyLease
 from sojourn.gateway.port_http import IDLE_SECONDS, HttpClient
 from sojourn.gateway.port_streams import splice
 from sojourn.gateway.streams import Connection
@@ -99,7 +100,7 @@ class Client(Connection):
     """A client's connection, served from its first moment on."""
 
     def __init__(self, ports: Ports, exposed: Exposed | None) -> None:
-        super().__init__()
+        super().__init__(lease=ports.lease)
         self._ports = ports
         self.exposed = exposed
         self.address = ""
@@ -134,7 +135,8 @@ class Client(Connection):
 class Ports:
     """All exposed ports of a server."""
 
-    def __init__(self, inbound: Inbound, descriptor: int) -> None:
+    def __init__(self, inbound: Inbound, descriptor: int, lease: AnyLease = UNBOUNDED) -> None:
+        self.lease = lease
         self.domain = "localhost"
         self._inbound = inbound
         self._exposed: dict[str, Exposed] = {}
@@ -154,6 +156,10 @@ class Ports:
         self._ticking.cancel()
         for server in self._listeners.values():
             server.close()
+        self.cut()
+
+    def cut(self) -> None:
+        """End what goes on at every port; the ports stay."""
         for client in list(self._clients):
             client.expire()
 
@@ -238,7 +244,8 @@ class Ports:
 
     def connected(self, client: Client) -> None:
         """A client connected; with too many, the one that has said nothing for longest goes."""
-        if len(self._clients) >= MAX_CLIENTS and not self._make_room():
+        full = len(self._clients) >= MAX_CLIENTS and not self._make_room()
+        if full or not self.lease.valid():
             client.reset()
             return
         exposed = client.exposed
@@ -343,9 +350,9 @@ class Ports:
                 self._channel.send(channel.Moved(on[at : at + 500], quiet[at : at + 500]))
 
 
-def serve_ports(inbound: Inbound, descriptor: int) -> Ports | None:
+def serve_ports(inbound: Inbound, descriptor: int, lease: AnyLease = UNBOUNDED) -> Ports | None:
     """The exposed ports behind the descriptor that the server gave; None where it gave none."""
     if descriptor < 0:
         return None
     os.set_inheritable(descriptor, False)
-    return Ports(inbound, descriptor)
+    return Ports(inbound, descriptor, lease)

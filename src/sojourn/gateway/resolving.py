@@ -23,6 +23,7 @@ import dns.resolver
 
 from sojourn.errors import HostUnfit
 from sojourn.gateway.addresses import Address, Network, parse_network
+from sojourn.gateway.leases import UNBOUNDED, AnyLease
 from sojourn.gateway.streams import Connection
 
 CONNECT_SECONDS = 10
@@ -48,7 +49,9 @@ class Outside:
         nameservers: Sequence[str] = (),
         private: Sequence[str] = (),
         roots: str | None = None,
+        lease: AnyLease = UNBOUNDED,
     ) -> None:
+        self._lease = lease
         self.private: list[Network] = [parse_network(text) for text in private]
         self._nameservers = list(nameservers)
         self._namespace = None if namespace is None else _open_namespace(namespace)
@@ -87,6 +90,9 @@ class Outside:
         """All addresses of a name. One of the slots is taken for as long as a thread is at it, also
         when nobody waits for that any more. Raises NoName, TimeoutError."""
         await slots.acquire()
+        if not self._lease.valid():
+            slots.release()
+            raise NoName("the node has no lease")
         looking = asyncio.ensure_future(self._run(self._pool, lambda: self._lookup(name)))
 
         def looked(done: asyncio.Future[list[Address]]) -> None:
@@ -125,9 +131,11 @@ class Outside:
         else:
             sock = await self._run(self._sockets, lambda: _socket(family))
         try:
+            self._require_lease()
             await loop.sock_connect(sock, (str(address), port))
+            self._require_lease()
             _, connection = await loop.create_connection(
-                lambda: Connection(secure=tls_name is not None),
+                lambda: Connection(secure=tls_name is not None, lease=self._lease),
                 sock=sock,
                 ssl=None if tls_name is None else self.tls,
                 server_hostname=tls_name,
@@ -136,6 +144,10 @@ class Outside:
             sock.close()
             raise
         return connection
+
+    def _require_lease(self) -> None:
+        if not self._lease.valid():
+            raise ConnectionAbortedError("the node has no lease")
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         def inside() -> T:

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, cast
 
+from sojourn.gateway.leases import UNBOUNDED, AnyLease
+
 # What is read ahead of whoever takes it. Together with what transports hold, and one read that is
 # under way, a tunnel stays below 256 KiB in each direction.
 READ_AHEAD = 64 << 10
@@ -174,7 +176,8 @@ class Connection(asyncio.BufferedProtocol):
     # One buffer serves all connections: it is read into and copied from within one call.
     _scratch = bytearray(PIECE)
 
-    def __init__(self, *, secure: bool = False) -> None:
+    def __init__(self, *, secure: bool = False, lease: AnyLease = UNBOUNDED) -> None:
+        self._lease = lease
         self._transport: asyncio.Transport | None = None
         self._incoming = Incoming(self._hold, self._more)
         self._room = Room()
@@ -229,6 +232,9 @@ class Connection(asyncio.BufferedProtocol):
 
     async def write(self, data: bytes) -> None:
         self._room.check()
+        if not self._lease.valid():
+            self.reset()
+            raise Reset("the node has no lease")
         assert self._transport is not None
         self._transport.write(data)
         await self._room.wait()

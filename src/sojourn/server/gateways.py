@@ -107,6 +107,9 @@ class Gateway:
         self.settings = settings
         self.authority = authority
         self.channel: Callable[[], socket.socket] | None = None
+        self.lease: Path | None = None
+        """The node's lease file, for each process that starts from now on: past its deadline
+        nothing is carried."""
         self._handle = handle
         self._lost = lost
         self._wanted: dict[str, Wanted] = {}
@@ -287,6 +290,7 @@ class Gateway:
             private=settings.private,
             roots=settings.roots,
             ports=numbers[0] if numbers else -1,
+            lease=None if self.lease is None else str(self.lease),
         )
         await self._request(lambda: _given(start))
         for sandbox in list(self._wanted):

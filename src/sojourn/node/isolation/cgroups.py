@@ -84,6 +84,9 @@ class CgroupTree:
         self._v2_limits = [name for name in _LIMITING if name in found.v2_controllers]
         self.can_freeze = "freezer" in found.v1 or found.v2 is not None
         self.exists = bool(found.v1) or found.v2 is not None
+        freezer = self._v2 if self._v2 is not None else self._v1.get("freezer")
+        self.freezers = [] if freezer is None else [freezer]
+        """The parent groups by which all sandboxes are frozen at once."""
 
     def group(self, sandbox: str) -> Cgroup:
         """The group of a sandbox, whether it exists or not."""
@@ -109,6 +112,36 @@ class CgroupTree:
             with contextlib.suppress(FileNotFoundError):
                 names.update(entry.name for entry in top.iterdir() if entry.is_dir())
         return names
+
+    def freeze_all(self, deadline: float) -> bool:
+        """Stop every sandbox, also those that are frozen already and those to come; False when
+        that did not come about in time."""
+        return _all(self.freezers, True, deadline)
+
+    def thaw_all(self, deadline: float) -> bool:
+        """Let them go on, but for those that are frozen by themselves."""
+        return _all(self.freezers, False, deadline)
+
+    def kill_all(self, deadline: float) -> list[int]:
+        """End every process of every sandbox, frozen or not, before it does anything more;
+        returns what would not die in time. The parents are thawed then."""
+
+        def find() -> set[int]:
+            return {pid for top in self.freezers for pid in members(top)}
+
+        for top in self.freezers:
+            with contextlib.suppress(FileNotFoundError):
+                if (top / "cgroup.freeze").exists():
+                    _write(top / "cgroup.kill", "1", optional=True)
+                set_frozen(top, True)
+        # While frozen nothing can fork away. On v1 the signals take effect at the thaw.
+        _all(self.freezers, True, min(deadline, time.monotonic() + 0.05))
+        processes.kill(find)
+        for top in self.freezers:
+            for level in (*_below(top), top):
+                with contextlib.suppress(FileNotFoundError):
+                    set_frozen(level, False)
+        return processes.end(find, deadline)
 
     def remove(self) -> None:
         """Remove the parents if they are empty."""
@@ -302,6 +335,70 @@ class Cgroup:
                 time.sleep(pause)
                 pause = min(pause * 2, 0.02)
         return True
+
+
+def set_frozen(group: Path, on: bool) -> None:
+    """Ask the kernel to stop everything in a group and below, or to let it go on, of whichever
+    version it is. Raises FileNotFoundError when there is no such group."""
+    unified = group / "cgroup.freeze"
+    if unified.exists():
+        _write(unified, "1" if on else "0")
+    else:
+        _write(group / "freezer.state", "FROZEN" if on else "THAWED")
+
+
+def asked_to_freeze(group: Path) -> bool:
+    """Whether `set_frozen` is in force for this very group."""
+    return "1" in (
+        _read(group / "cgroup.freeze").strip(),
+        _read(group / "freezer.self_freezing").strip(),
+    )
+
+
+def is_frozen(group: Path) -> bool:
+    """Whether everything in a group and below has stopped."""
+    if (group / "cgroup.freeze").exists():
+        return _counter(group / "cgroup.events", "frozen") == 1
+    return _read(group / "freezer.state").strip() == "FROZEN"
+
+
+def members(group: Path) -> set[int]:
+    """Processes in a group and below."""
+    found: set[int] = set()
+    for level in (group, *_below(group)):
+        found.update(int(line) for line in _read(level / "cgroup.procs").split())
+    found.discard(0)  # a process of another pid namespace
+    return found
+
+
+def _below(group: Path) -> list[Path]:
+    found: list[Path] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for entry in list(os.scandir(group)):
+            if entry.is_dir(follow_symlinks=False):
+                found += [*_below(Path(entry.path)), Path(entry.path)]
+    return found
+
+
+def _all(groups: list[Path], on: bool, deadline: float) -> bool:
+    pause = 0.0002
+    left = list(groups)
+    while left:
+        for group in list(left):
+            try:
+                # Again each time: the v1 freezer can stick half way.
+                set_frozen(group, on)
+            except FileNotFoundError:
+                left.remove(group)  # no sandbox was ever started, or none is left
+            else:
+                if is_frozen(group) == on:
+                    left.remove(group)
+        if left:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 2, 0.01)
+    return True
 
 
 def _remove_children(directory: Path) -> None:
