@@ -88,6 +88,7 @@ static void drop_connection(void)
     detach_id = 0;
     tunnels_park_end();
     dispatch_parked_drop();
+    loop_renew(); /* what memory keeps of removed sources no restore can bring back */
     lost_at = now_ns();
     next_try = lost_at + MS;
     pause_ns = 2 * MS;

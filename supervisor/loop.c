@@ -1,6 +1,8 @@
 /* The event loop; see loop.h for the guarantee. */
 #include "loop.h"
 
+#include "bytes.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
@@ -10,8 +12,20 @@
 static int epoll_fd = -1;
 
 #define BATCH 64
-static struct epoll_event batch[BATCH];
-static int batch_size, batch_at;
+
+/* What an event names: a place here and how often that was taken, never memory. The kernel of a
+ * sandbox may report a registration that was removed before its memory was put away, once it was
+ * restored, and goes on reporting it for as long as the set lives. */
+struct place {
+    struct source *source; /* NULL: free */
+    uint32_t taken, next_free;
+};
+
+#define NO_PLACE UINT32_MAX
+
+static struct place *places;
+static uint32_t place_count, first_free = NO_PLACE;
+static bool removed; /* since the set was made */
 
 void loop_open(void)
 {
@@ -20,12 +34,53 @@ void loop_open(void)
         abort();
 }
 
+static void take_place(struct source *source)
+{
+    if (first_free == NO_PLACE) {
+        uint32_t count = place_count ? place_count * 2 : 16;
+        places = checked_realloc(places, count * sizeof *places);
+        for (uint32_t i = place_count; i < count; i++)
+            places[i] = (struct place){.next_free = i + 1 < count ? i + 1 : NO_PLACE};
+        first_free = place_count;
+        place_count = count;
+    }
+    source->place = first_free;
+    first_free = places[source->place].next_free;
+    places[source->place].source = source;
+    places[source->place].taken++;
+}
+
+static void free_place(struct source *source)
+{
+    places[source->place].source = NULL;
+    places[source->place].next_free = first_free;
+    first_free = source->place;
+}
+
+static uint64_t name_of(const struct source *source)
+{
+    return (uint64_t)places[source->place].taken << 32 | source->place;
+}
+
+static struct source *named(uint64_t name)
+{
+    uint32_t place = (uint32_t)name;
+    return place < place_count && places[place].taken == name >> 32 ? places[place].source : NULL;
+}
+
+static int control(int set, int what, const struct source *source, uint32_t events)
+{
+    struct epoll_event event = {.events = events, .data.u64 = name_of(source)};
+    return epoll_ctl(set, what, source->fd, &event);
+}
+
 void loop_watch(struct source *source, uint32_t events)
 {
     if (source->watched && source->events == events)
         return;
-    struct epoll_event event = {.events = events, .data.ptr = source};
-    epoll_ctl(epoll_fd, source->watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, source->fd, &event);
+    if (!source->watched)
+        take_place(source);
+    control(epoll_fd, source->watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, source, events);
     source->watched = true;
     source->events = events;
 }
@@ -34,12 +89,25 @@ void loop_unwatch(struct source *source)
 {
     if (!source->watched)
         return;
-    epoll_ctl(epoll_fd, EPOLL_CTL_DEL, source->fd, NULL);
+    control(epoll_fd, EPOLL_CTL_DEL, source, 0);
+    free_place(source);
     source->watched = false;
-    /* An event of this turn may still name a source that its owner is about to free. */
-    for (int i = batch_at + 1; i < batch_size; i++)
-        if (batch[i].data.ptr == source)
-            batch[i].data.ptr = NULL;
+    removed = true;
+}
+
+void loop_renew(void)
+{
+    if (!removed)
+        return;
+    int set = epoll_create1(EPOLL_CLOEXEC);
+    if (set < 0)
+        return; /* the old one serves until there is room */
+    for (uint32_t i = 0; i < place_count; i++)
+        if (places[i].source)
+            control(set, EPOLL_CTL_ADD, places[i].source, places[i].source->events);
+    close(epoll_fd);
+    epoll_fd = set;
+    removed = false;
 }
 
 void loop_close(struct source *source)
@@ -59,13 +127,21 @@ void loop_turn(uint64_t deadline)
         uint64_t left = deadline > now ? (deadline - now + MS - 1) / MS : 0;
         timeout = left > 3600000 ? 3600000 : (int)left;
     }
-    batch_size = epoll_wait(epoll_fd, batch, BATCH, timeout);
-    for (batch_at = 0; batch_at < batch_size; batch_at++) {
-        struct source *source = batch[batch_at].data.ptr;
+    struct epoll_event batch[BATCH];
+    int size = epoll_wait(epoll_fd, batch, BATCH, timeout);
+    bool stale = false;
+    for (int i = 0; i < size; i++)
+        stale |= !named(batch[i].data.u64);
+    for (int i = 0; i < size; i++) {
+        /* Those before it in the batch may have ended it. */
+        struct source *source = named(batch[i].data.u64);
         if (source)
-            source->ready(source, batch[batch_at].events);
+            source->ready(source, batch[i].events);
     }
-    batch_size = batch_at = 0;
+    if (stale) {
+        removed = true;
+        loop_renew();
+    }
 }
 
 static uint64_t read_clock(clockid_t clock)

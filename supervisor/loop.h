@@ -1,7 +1,8 @@
 /* The event loop: one thread, one epoll set, one clock.
  *
  * Guarantee: nothing here blocks on a peer; timers are asked for each turn, so there is no timer
- * state that a freeze and restore could lose. */
+ * state that a freeze and restore could lose. An event reaches only who is watched for it, whatever
+ * a restored kernel reports. */
 #ifndef SOJOURN_LOOP_H
 #define SOJOURN_LOOP_H
 
@@ -11,7 +12,7 @@
 struct source {
     int fd; /* -1: not open */
     bool watched;
-    uint32_t events;
+    uint32_t events, place; /* as watched */
     void (*ready)(struct source *source, uint32_t events);
 };
 
@@ -19,6 +20,8 @@ void loop_open(void);
 void loop_watch(struct source *source, uint32_t events);
 void loop_unwatch(struct source *source);
 void loop_close(struct source *source);
+/* Has the kernel begin anew with what it watches: nothing of what was removed is left in it then. */
+void loop_renew(void);
 /* Waits at most until `deadline` (monotonic ns) and calls what is ready. */
 void loop_turn(uint64_t deadline);
 
