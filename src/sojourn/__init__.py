@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     )
     from sojourn.model import AutoSnapshot, Limits, Policy, SessionState
     from sojourn.model.network import (
+        Denial,
         NetworkMode,
         NetworkPolicy,
         NetworkRule,
@@ -125,6 +126,7 @@ _LAZY = {
     ),
     "sojourn.model": ("AutoSnapshot", "Limits", "Policy", "SessionState"),
     "sojourn.model.network": (
+        "Denial",
         "NetworkMode",
         "NetworkPolicy",
         "NetworkRule",
@@ -171,6 +173,7 @@ __all__ = [
     "CodeResult",
     "CommandNotStarted",
     "Conflict",
+    "Denial",
     "DiffInfo",
     "DiskQuotaExceeded",
     "DurabilityInfo",

@@ -466,3 +466,46 @@ def test_none_reaches_nothing(rig: Rig) -> None:
                 rig.run(run(host, kind))
     finally:
         rig.detach("none")
+
+
+def test_what_is_refused_is_on_record_with_the_rule(rig: Rig) -> None:
+    rig.attach(_POLICY, sandbox="told")
+
+    async def tried(host: str | bytes, port: int, sent: bytes) -> None:
+        try:
+            tunnel = await rig.open(host, port, sandbox="told")
+        except TunnelRefused:
+            return
+        await outcome(tunnel, sent)
+        tunnel.close()
+
+    async def run() -> set[tuple[str, int, str]]:
+        await tried("forbidden.com", 80, request("forbidden.com"))
+        await tried(
+            "forbidden.com", 25, b"EHLO me\r\n"
+        )  # no HTTP: reset, so only the record says why
+        await tried("example.com", 8080, b"")
+        await tried("example.com", 80, request("forbidden.com"))
+        await tried("metadata.example.com", 80, request("metadata.example.com"))
+        await tried("private.example.com", 80, request("private.example.com"))
+        await tried(METADATA, 80, request(METADATA))
+        await tried(b"ex\xffample", 80, b"")
+        server = rig.server
+        while len(seen := [one for one in server.denials if one.sandbox == "told"]) < 8:
+            await asyncio.sleep(0.01)
+        assert all(one.count == 1 and one.reason for one in seen)
+        return {(one.host, one.port, one.rule) for one in seen}
+
+    try:
+        assert rig.run(run()) == {
+            ("forbidden.com", 80, "no-rule"),
+            ("forbidden.com", 25, "no-rule"),
+            ("example.com", 8080, "port"),
+            ("forbidden.com", 80, "host-mismatch"),
+            ("metadata.example.com", 80, "special-address"),
+            ("private.example.com", 80, "private-address"),
+            (METADATA, 80, "special-address"),
+            ("ex\N{REPLACEMENT CHARACTER}ample", 80, "host-spelling"),
+        }
+    finally:
+        rig.detach("told")

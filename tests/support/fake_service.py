@@ -11,7 +11,7 @@ import base64
 import builtins
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ from sojourn.errors import (
     to_body,
 )
 from sojourn.model import Limits, Policy, new_id
+from sojourn.model.network import NetworkPolicy
 from sojourn.server.base import Principal, Usage
+from sojourn.server.network_changes import changed
 from sojourn.wire.api import (
     ArchiveInfo,
     CodeRequest,
@@ -66,6 +68,7 @@ from sojourn.wire.api import (
 )
 from sojourn.wire.code import CodeResult
 from sojourn.wire.guest import Output, ProcessSpec, ProcessState
+from sojourn.wire.networks import NetworkChange
 from support.fake_guest import FakeGuest
 from support.fake_ports import FakePorts, FakeSecrets
 
@@ -303,6 +306,7 @@ class FakeService:
                 env=request.env,
                 limits=request.limits or Limits(),
                 policy=request.policy or Policy(),
+                network=request.network or NetworkPolicy(),
             ).info
 
         return self._operate(who, "", "create", key, request, work)
@@ -346,10 +350,14 @@ class FakeService:
     async def update(self, who: Principal, ref: str, request: UpdateSession) -> SessionInfo:
         changes = {
             name: value
-            for name in ("name", "labels", "limits", "policy")
+            for name in ("name", "labels", "limits", "policy", "network")
             if (value := getattr(request, name)) is not msgspec.UNSET
         }
         return self._set(self._find(who, ref), **changes)
+
+    async def change_network(self, who: Principal, ref: str, change: NetworkChange) -> SessionInfo:
+        kept = self._find(who, ref)
+        return self._set(kept, network=changed(kept.info.network, change))
 
     async def keep_alive(self, who: Principal, ref: str, seconds: float) -> SessionInfo:
         return self._set(self._find(who, ref), idle_deadline=time.time() + seconds)
@@ -490,10 +498,10 @@ class FakeService:
         return VerifyReport(kept.info.id, True, len(kept.snapshots), 0, 0, [])
 
     async def events(
-        self, who: Principal, ref: str, *, after: int, limit: int
+        self, who: Principal, ref: str, *, after: int, limit: int, kinds: Collection[str] = ()
     ) -> builtins.list[EventInfo]:
         found = [event for event in self._find(who, ref).events if event.seq > after]
-        return found[:limit]
+        return [event for event in found if not kinds or event.kind in kinds][:limit]
 
     async def effects(
         self, who: Principal, ref: str, *, all: bool, cursor: str | None, limit: int

@@ -12,8 +12,8 @@ import uvloop
 
 from sojourn.errors import SojournError
 from sojourn.gateway.gateway import Gateway
-from sojourn.gateway.messages import Attach, Began, Detach, Ended, Granted, Start
-from sojourn.model.network import Effect, NetworkPolicy
+from sojourn.gateway.messages import Attach, Began, Detach, Ended, Granted, Start, Withheld
+from sojourn.model.network import Denial, Effect, NetworkPolicy
 from sojourn.wire.tunnels import Kind
 from support.gateway_guests import GuestTls, GuestTunnel, TunnelRefused, TunnelReset
 from support.gateway_world import NAMESERVER, World
@@ -27,12 +27,12 @@ class RecordingServer:
     when that is set."""
 
     def __init__(self) -> None:
-        self.bodies: list[Began | Ended] = []
+        self.bodies: list[Began | Ended | Withheld] = []
         self.failing = False
         self.hanging = False
         self.gate: asyncio.Event | None = None
 
-    async def request(self, body: Began | Ended) -> None:
+    async def request(self, body: Began | Ended | Withheld) -> None:
         self.bodies.append(body)
         if self.hanging:
             await asyncio.sleep(3600)
@@ -48,6 +48,10 @@ class RecordingServer:
     @property
     def ended(self) -> list[Effect]:
         return [body.effect for body in self.bodies if isinstance(body, Ended)]
+
+    @property
+    def denials(self) -> list[Denial]:
+        return [body.denial for body in self.bodies if isinstance(body, Withheld)]
 
 
 class Rig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from sojourn.gateway.http import Exchanges, Way
-from sojourn.gateway.messages import Began, Ended
+from sojourn.gateway.messages import Began, Ended, Withheld
 from sojourn.gateway.names import Host
 from sojourn.gateway.records import Recorder
 from sojourn.gateway.resolving import Outside
@@ -49,7 +49,7 @@ class _Program:
 
 
 class _Server:
-    async def request(self, body: Began | Ended) -> None:
+    async def request(self, body: Began | Ended | Withheld) -> None:
         raise AssertionError(body)
 
 

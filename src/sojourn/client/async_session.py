@@ -25,7 +25,7 @@ from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.listings import Listing
 from sojourn.errors import SojournError
-from sojourn.model.network import NetworkPolicy
+from sojourn.model.network import Denial, NetworkMode, NetworkPolicy, NetworkRule
 from sojourn.wire.api import (
     ArchiveInfo,
     DiffInfo,
@@ -129,6 +129,25 @@ class AsyncSession:
         """Give it another network policy (see `allow`), in force when this returns: connections
         that it does not allow are over. Raises InvalidRequest."""
         return await self.update(network=network)
+
+    async def change_network(
+        self,
+        *,
+        allow: Sequence[str | NetworkRule] = (),
+        deny: Sequence[str] = (),
+        mode: NetworkMode | str | None = None,
+        grant: Sequence[str] = (),
+        revoke: Sequence[str] = (),
+    ) -> AsyncSession:
+        """Change of its network policy what is named, and nothing else: `allow` domains, networks
+        (as `sojourn.allow` takes them) or rules, `deny` what stands in a rule, `mode` "open",
+        "allowlist" or "none", `grant` and `revoke` secrets. In force when this returns. Raises
+        InvalidRequest, also where what is denied or revoked is not there."""
+        plan = core_networks.change(
+            self.id, allow=allow, deny=deny, mode=mode, grant=grant, revoke=revoke
+        )
+        self.info = await self._transport.run(plan)
+        return self
 
     async def keep_alive(self, seconds: float) -> AsyncSession:
         """Keep it from being suspended as idle for at least `seconds` from now."""
@@ -423,6 +442,11 @@ class AsyncSession:
         """What left it, oldest first: requests and connections that no rollback takes back; with
         `all` also requests that only read."""
         return await self._transport.run(core_networks.effects(self.id, all=all))
+
+    async def denials(self) -> list[Denial]:
+        """What its network policy did not let out, oldest first: the same host, port and rule once
+        when it was refused first, then once a minute with how often."""
+        return await self._transport.run(core_networks.denials(self.id))
 
     @contextlib.asynccontextmanager
     async def turn(self, label: str | None = None) -> AsyncIterator[AsyncTurn]:

@@ -5,18 +5,30 @@ Guarantee: what is given in any of its forms becomes one policy or an error that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from sojourn.client.core import Plan, convert, get, session_path, verb
+from sojourn.client.core import (
+    JSON_TYPE,
+    Plan,
+    Request,
+    convert,
+    decode,
+    get,
+    json_body,
+    session_path,
+    verb,
+)
 from sojourn.errors import InvalidRequest, SojournError
-from sojourn.model.network import NetworkMode, NetworkPolicy, NetworkRule
-from sojourn.wire.api import EffectInfo, EffectPage, EffectsLeft
+from sojourn.model.network import Denial, NetworkMode, NetworkPolicy, NetworkRule
+from sojourn.wire.api import EffectInfo, EffectPage, EffectsLeft, EventInfo, SessionInfo
+from sojourn.wire.networks import NetworkChange
 
 NetworkLike = NetworkPolicy | Mapping[str, Any] | str
 PAGE = 1000
+_DENIED = "network.denied"
 
 
 def allow(*targets: str, inspect: bool = True, **policy: Any) -> NetworkPolicy:
@@ -94,6 +106,55 @@ def effects(ref: str, *, all: bool) -> Plan[list[EffectInfo]]:
         cursor = page.next
         if cursor is None:
             return found
+
+
+def denials(ref: str) -> Plan[list[Denial]]:
+    """What a session's policy did not let out, all pages."""
+    found: list[Denial] = []
+    after = 0
+    while True:
+        page: list[EventInfo] = yield from get(
+            f"{session_path(ref)}/events",
+            list[EventInfo],
+            kind=_DENIED,
+            after=after,
+            limit=PAGE,
+        )
+        found += (convert(event.details, Denial, "details") for event in page)
+        if len(page) < PAGE:
+            return found
+        after = page[-1].seq
+
+
+def change(
+    ref: str,
+    *,
+    allow: Iterable[str | NetworkRule],
+    deny: Iterable[str],
+    mode: NetworkMode | str | None,
+    grant: Iterable[str],
+    revoke: Iterable[str],
+) -> Plan[SessionInfo]:
+    """Change of the policy what is named."""
+    content = json_body(
+        NetworkChange(
+            allow=_rules(allow),
+            deny=list(deny),
+            mode=msgspec.UNSET if mode is None else convert(mode, NetworkMode, "mode"),
+            grant=list(grant),
+            revoke=list(revoke),
+        )
+    )
+    response = yield Request(b"PATCH", f"{session_path(ref)}/network", (JSON_TYPE,), content)
+    info: SessionInfo = decode(response, SessionInfo)
+    return info
+
+
+def _rules(allowed: Iterable[str | NetworkRule]) -> list[NetworkRule]:
+    rules: list[NetworkRule] = []
+    for one in allowed:
+        rules += [one] if isinstance(one, NetworkRule) else allow(one).rules
+    return rules
 
 
 def moved(

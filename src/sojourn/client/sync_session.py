@@ -24,7 +24,7 @@ from sojourn.client.sync_files import Files
 from sojourn.client.sync_process import Process
 from sojourn.client.transport import Transport, content_of
 from sojourn.errors import SojournError
-from sojourn.model.network import NetworkPolicy
+from sojourn.model.network import Denial, NetworkMode, NetworkPolicy, NetworkRule
 from sojourn.wire.api import (
     ArchiveInfo,
     DiffInfo,
@@ -128,6 +128,25 @@ class Session:
         """Give it another network policy (see `allow`), in force when this returns: connections
         that it does not allow are over. Raises InvalidRequest."""
         return self.update(network=network)
+
+    def change_network(
+        self,
+        *,
+        allow: Sequence[str | NetworkRule] = (),
+        deny: Sequence[str] = (),
+        mode: NetworkMode | str | None = None,
+        grant: Sequence[str] = (),
+        revoke: Sequence[str] = (),
+    ) -> Session:
+        """Change of its network policy what is named, and nothing else: `allow` domains, networks
+        (as `sojourn.allow` takes them) or rules, `deny` what stands in a rule, `mode` "open",
+        "allowlist" or "none", `grant` and `revoke` secrets. In force when this returns. Raises
+        InvalidRequest, also where what is denied or revoked is not there."""
+        plan = core_networks.change(
+            self.id, allow=allow, deny=deny, mode=mode, grant=grant, revoke=revoke
+        )
+        self.info = self._transport.run(plan)
+        return self
 
     def keep_alive(self, seconds: float) -> Session:
         """Keep it from being suspended as idle for at least `seconds` from now."""
@@ -420,6 +439,11 @@ class Session:
         """What left it, oldest first: requests and connections that no rollback takes back; with
         `all` also requests that only read."""
         return self._transport.run(core_networks.effects(self.id, all=all))
+
+    def denials(self) -> list[Denial]:
+        """What its network policy did not let out, oldest first: the same host, port and rule once
+        when it was refused first, then once a minute with how often."""
+        return self._transport.run(core_networks.denials(self.id))
 
     @contextlib.contextmanager
     def turn(self, label: str | None = None) -> Iterator[Turn]:

@@ -24,11 +24,12 @@ from sojourn.gateway.messages import (
     Ended,
     Envelope,
     Start,
+    Withheld,
 )
 
 log = logging.getLogger(__name__)
 
-Request = Start | Attach | Detach | Began | Ended
+Request = Start | Attach | Detach | Began | Ended | Withheld
 _LENGTH = struct.Struct(">I")
 _MOST_UNANSWERED = 4096
 _encode = msgspec.msgpack.Encoder().encode

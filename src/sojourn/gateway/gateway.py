@@ -74,6 +74,7 @@ class _Attached:
         if self._listener is not None:
             self._listener.close()
         self._carriers.close()
+        self.scope.denials.close()
         with contextlib.suppress(OSError):
             path = Path(self.attach.socket)
             # Another process may listen there by now.

@@ -120,12 +120,12 @@ class Exchanges:
         if request.method == b"CONNECT":
             return await self._connect(request)
         if self._way.mismatch is not None:
-            raise denied(self._way.mismatch)
+            raise self._denied(self._way.mismatch, self._way.said, self._way.port)
         host, port, target, said = self._authority(request)
         verdict = self._scope.judge(host, port)
         if not verdict.allowed:
-            raise denied(verdict)
-        self._count()
+            raise self._denied(verdict, host, port)
+        self._count(host, port)
         upgrade = wants_websocket(request)
         granted = self._scope.granted
         placed = place(granted, host.name, self._way.tls, target, outgoing(request.headers))
@@ -196,7 +196,7 @@ class Exchanges:
             raise malformed("CONNECT needs a port")
         verdict = self._scope.judge(host, port)
         if not verdict.allowed:
-            raise denied(verdict)
+            raise self._denied(verdict, host, port)
         while not isinstance(await self._guest_event(), h11.EndOfMessage):
             pass
         answer = self._http.send(h11.Response(status_code=200, headers=[], reason=b"OK"))
@@ -235,6 +235,8 @@ class Exchanges:
             if named is not None and read_authority(named, default) != said:
                 raise malformed("a request names two hosts")
         except HostRefused as error:
+            name = hosts[0] if hosts else way.said or ""
+            self._scope.denials.note(name, way.port, "host-spelling", str(error))
             raise Refused(
                 403,
                 "network_denied",
@@ -258,18 +260,26 @@ class Exchanges:
             return host
         refused = judge_request(said, way.port, host, port)
         if refused is not None:
-            raise denied(refused)
+            raise self._denied(refused, host, port)
         return host
 
-    def _count(self) -> None:
+    def _denied(self, verdict: Verdict, host: Host | None, port: int) -> Refused:
+        """The answer to what the policy says no to, which is on record."""
+        self._scope.denials.note(host or "", port, verdict.rule, verdict.reason)
+        return denied(verdict)
+
+    def _count(self, host: Host, port: int) -> None:
         wait = self._scope.rate.take()
         if wait > 0:
+            rule = "requests-per-minute"
+            reason = "the session has made as many requests as it may in a minute"
+            self._scope.denials.note(host, port, rule, reason)
             raise Refused(
                 429,
                 "quota_exceeded",
-                "the session has made as many requests as it may in a minute",
+                reason,
                 "Wait as long as Retry-After says.",
-                rule="requests-per-minute",
+                rule=rule,
                 retry_after=int(wait) + 1,
             )
 
@@ -288,7 +298,7 @@ class Exchanges:
         try:
             reached = await self._scope.reach(host, port, tls_name)
         except Denied as error:
-            raise denied(error.verdict) from error
+            raise self._denied(error.verdict, host, port) from error
         except Unreached as error:
             raise unreached(error.reason) from error
         self._upstream = _Upstream(key, reached.connection, reached.verdict.rule)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from sojourn.errors import ErrorBody
-from sojourn.model.network import Effect, NetworkPolicy, SecretUse
+from sojourn.model.network import Denial, Effect, NetworkPolicy, SecretUse
 
 MAX_FRAME = 4 << 20  # more than the largest policy with as many secrets as it may name
 
@@ -74,6 +74,12 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     effect: Effect
 
 
+class Withheld(msgspec.Struct, frozen=True, tag=True):
+    """From the gateway: what a policy did not let out, counted."""
+
+    denial: Denial
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True):
     """To a request: empty is success."""
 
@@ -85,4 +91,4 @@ class Envelope(msgspec.Struct, frozen=True):
     negated."""
 
     id: int
-    body: Start | Attach | Detach | Began | Ended | Answer
+    body: Start | Attach | Detach | Began | Ended | Withheld | Answer

@@ -40,6 +40,8 @@ class Outbound:
         """One tunnel, until its end."""
         limit = self._scope.policy.connections
         if 0 < limit <= self._connections:
+            reason = f"the session has {limit} connections, as many as it may at a time"
+            self._scope.denials.note(tunnel.host, tunnel.port, "connections", reason)
             tunnel.refuse(Refusal.QUOTA)
             return
         self._connections += 1
@@ -67,11 +69,13 @@ class Outbound:
     async def _transparent(self, tunnel: Tunnel, stream: Stream, ground: Ground) -> None:
         try:
             host = read_host(tunnel.host)
-        except HostRefused:
+        except HostRefused as error:
+            self._scope.denials.note(tunnel.host, tunnel.port, "host-spelling", str(error))
             tunnel.refuse(Refusal.POLICY)
             return
         verdict = self._scope.judge(host, tunnel.port)
         if not self._speakable(verdict, tunnel.port):
+            self._scope.refused(verdict, host, tunnel.port)
             tunnel.refuse(Refusal.POLICY)
             return
         await tunnel.accept()
@@ -102,6 +106,7 @@ class Outbound:
             raise Reset("a request to the proxy did not arrive in time") from error
         verdict = self._scope.judge(host, port)
         if not self._speakable(verdict, port):
+            self._scope.refused(verdict, host, port)
             await socks.refuse(Refusal.POLICY)
             return
         await socks.grant()
@@ -186,7 +191,10 @@ class Outbound:
     async def _reach_raw(self, host: Host, port: int, ground: Ground, kind: str) -> Reached:
         try:
             reached = await self._scope.reach(host, port)
-        except (Denied, Unreached) as error:
+        except Denied as error:
+            self._scope.refused(error.verdict, host, port)
+            raise Reset(str(error)) from error
+        except Unreached as error:
             raise Reset(str(error)) from error
         verdict = reached.verdict
         if not (verdict.raw if kind == "tcp" else not verdict.inspect):
@@ -227,7 +235,9 @@ class Outbound:
         mismatch = judge_greeting(said, sni)
         if verdict.allowed and not verdict.inspect:
             if mismatch is not None or (host.name is not None and sni is None):
-                raise Reset("the name in a TLS greeting is not the connection's")
+                reason = "the name in a TLS greeting is not the connection's"
+                self._scope.denials.note(host, port, "name-mismatch", reason)
+                raise Reset(reason)
             ground.inspected = False
             await self._raw(stream, host, port, ground, "tls")
             return

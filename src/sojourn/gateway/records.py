@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from sojourn.errors import SojournError
-from sojourn.gateway.messages import Began, Ended
+from sojourn.gateway.messages import Began, Ended, Withheld
 from sojourn.model.network import Effect, lasting
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class NotRecorded(Exception):
 class Server(Protocol):
     """What records are told to."""
 
-    async def request(self, body: Began | Ended) -> None:
+    async def request(self, body: Began | Ended | Withheld) -> None:
         """Returns when it is on record. Raises SojournError."""
 
 
@@ -81,7 +81,7 @@ class Recorder:
 
     def __init__(self, server: Server, session: str, sandbox: str, epoch: int) -> None:
         self._server = server
-        self._session, self._sandbox, self._epoch = session, sandbox, epoch
+        self.session, self.sandbox, self.epoch = session, sandbox, epoch
         self._tasks: set[asyncio.Task[None]] = set()
 
     def new(
@@ -101,9 +101,9 @@ class Recorder:
             self,
             Effect(
                 id=f"eff_{secrets.token_hex(12)}",
-                session=self._session,
-                sandbox=self._sandbox,
-                epoch=self._epoch,
+                session=self.session,
+                sandbox=self.sandbox,
+                epoch=self.epoch,
                 kind=kind,
                 method=method,
                 scheme=scheme,
@@ -138,13 +138,18 @@ class Recorder:
 
     def end(self, effect: Effect) -> None:
         """Tell how it ended, while others go on."""
-        task = asyncio.get_running_loop().create_task(self._tell(effect))
+        self.tell(Ended(effect))
+
+    def tell(self, body: Ended | Withheld) -> None:
+        """Tell the server, while others go on."""
+        task = asyncio.get_running_loop().create_task(self._tell(body))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell(self, effect: Effect) -> None:
+    async def _tell(self, body: Ended | Withheld) -> None:
         try:
-            await self._server.request(Ended(effect))
+            await self._server.request(body)
         except SojournError as error:
             # The server marks what it knows as open when it starts this process anew.
-            log.warning("how %s ended is not on record: %s", effect.id, error)
+            told = f"how {body.effect.id} ended" if isinstance(body, Ended) else "what was refused"
+            log.warning("%s is not on record: %s", told, error)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sojourn.gateway.addresses import Address
+from sojourn.gateway.denials import Denials
 from sojourn.gateway.messages import Granted
 from sojourn.gateway.names import Host
 from sojourn.gateway.quotas import Pace, Rate
@@ -84,6 +85,7 @@ class Scope:
         self.policy = policy
         self.granted = list(granted)
         self.recorder = recorder
+        self.denials = Denials(recorder)
         self.outside = outside
         self.rate = Rate(policy.requests_per_minute)
         self.pace_out = Pace(policy.bytes_per_second)
@@ -105,6 +107,10 @@ class Scope:
     def judge(self, host: Host, port: int) -> Verdict:
         """What the policy says of a host, before it is resolved."""
         return judge_host(self.policy, host, port)
+
+    def refused(self, verdict: Verdict, host: Host, port: int) -> None:
+        """What the policy says no to is on record."""
+        self.denials.note(host, port, verdict.rule, verdict.reason)
 
     async def reach(self, host: Host, port: int, tls_name: str | None = None) -> Reached:
         """Connect, if it is allowed, to an address that is allowed. Raises Denied, Unreached."""

@@ -123,6 +123,25 @@ class Effect(msgspec.Struct, frozen=True):
     outcome: str = "open"
 
 
+class Denial(msgspec.Struct, frozen=True):
+    """What a session's policy did not let out: `count` times from `first_at` to `last_at`.
+
+    `rule` is what decided (`no-rule`, `port`, `private-address`, ...), `reason` says it in words.
+    `host` is as the program named it; empty: different ones, more than are told one by one.
+    """
+
+    session: str
+    sandbox: str
+    epoch: int
+    host: str
+    port: int
+    rule: str
+    reason: str
+    count: int
+    first_at: float
+    last_at: float
+
+
 # Methods that only read (RFC 9110, section 9.2.1).
 _READING = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 

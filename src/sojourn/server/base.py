@@ -9,7 +9,7 @@ and of numbers in the query first (`sojourn.server.checks`, `queries`). Verbs re
 from __future__ import annotations
 
 import builtins
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Protocol
 
 import msgspec
@@ -46,6 +46,7 @@ from sojourn.wire.api import (
 )
 from sojourn.wire.code import CodeResult
 from sojourn.wire.guest import Output, ProcessState
+from sojourn.wire.networks import NetworkChange
 
 
 class Principal(msgspec.Struct, frozen=True):
@@ -149,6 +150,9 @@ class SessionService(Protocol):
         """What a running session uses. Raises WrongState for one that does not run."""
 
     async def update(self, who: Principal, ref: str, request: UpdateSession) -> SessionInfo: ...
+    async def change_network(self, who: Principal, ref: str, change: NetworkChange) -> SessionInfo:
+        """Change of its network policy what is named, in one step. Raises InvalidRequest."""
+
     async def keep_alive(self, who: Principal, ref: str, seconds: float) -> SessionInfo: ...
 
     # -- verbs; all idempotent by key
@@ -195,7 +199,7 @@ class SessionService(Protocol):
     async def delete_snapshot(self, who: Principal, ref: str, snapshot: str) -> None: ...
     async def verify(self, who: Principal, ref: str, snapshot: str | None) -> VerifyReport: ...
     async def events(
-        self, who: Principal, ref: str, *, after: int, limit: int
+        self, who: Principal, ref: str, *, after: int, limit: int, kinds: Collection[str] = ()
     ) -> builtins.list[EventInfo]: ...
     async def effects(
         self,

@@ -1,4 +1,5 @@
-"""What leaves sessions, on record; and what a step back in their history leaves behind.
+"""What leaves sessions, or was refused, on record; and what a step back in their history leaves
+behind.
 
 Guarantee: a request that cannot be taken back is on disk, with the snapshot before it, before its
 first byte leaves; what was under way when the gateway ended is recorded as interrupted. A rollback
@@ -11,6 +12,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,14 +21,17 @@ from sojourn.database.base import Database
 from sojourn.database.records import EffectRecord
 from sojourn.database.writes import AppendEvent, PutEffect, Write
 from sojourn.errors import EffectsInTheWay, InvalidRequest, SessionNotFound, SojournError
-from sojourn.gateway.messages import Began, Ended
+from sojourn.gateway.messages import Began, Ended, Withheld
 from sojourn.model import Session
-from sojourn.model.network import Effect, OnEffects, lasting
+from sojourn.model.network import Denial, Effect, OnEffects, lasting
 from sojourn.server.registry import Registry
 from sojourn.wire.api import EffectInfo, EffectPage, EffectsLeft
 
 log = logging.getLogger(__name__)
 
+DENIED = "network.denied"
+"""The kind of the event that tells what a policy did not let out."""
+_WITH_COMMANDS = frozenset({"network.request", DENIED})
 _QUIET_SECONDS = 0.05
 _MOST_AT_ONCE = 200
 _MOST_WAITING = 1000  # ends that are not written yet
@@ -54,21 +59,21 @@ class Effects:
     def __init__(self, database: Database, registry: Registry) -> None:
         self._database = database
         self._registry = registry
-        self._ended: list[Effect] = []
+        self._ended: list[Effect | Denial] = []
         self._told = self._written = 0  # how many ended, and of how many that is dealt with
         self._flushing: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
 
     # -- record -----------------------------------------------------------------------------
 
-    async def handle(self, message: Began | Ended) -> None:
+    async def handle(self, message: Began | Ended | Withheld) -> None:
         """Record what the gateway tells. Of what is about to leave, returns when it is on disk; of
-        what ended, at once, but not while too much waits to be written: the gateway holds requests
-        up when it is not answered.
+        what ended or was refused, at once, but not while too much waits to be written: the gateway
+        holds requests up when it is not answered.
 
         Raises SessionNotFound, StorageFull: it must not leave then."""
-        if isinstance(message, Ended):
-            self._ended.append(message.effect)
+        if isinstance(message, Ended | Withheld):
+            self._ended.append(message.effect if isinstance(message, Ended) else message.denial)
             self._told += 1
             if self._flushing is None or self._flushing.done():
                 self._flushing = asyncio.create_task(self._flush_soon(), name="effects")
@@ -80,16 +85,16 @@ class Effects:
             [PutEffect(effect, lasting(effect)), self._event("network.request", effect, "ok")]
         )
 
-    def _event(self, kind: str, effect: Effect, result: str) -> AppendEvent:
+    def _event(self, kind: str, told: Effect | Denial, result: str) -> AppendEvent:
         session: Session | None = None
-        active = self._registry.held(effect.session)
+        active = self._registry.held(told.session)
         if active is not None:
             session = active.session
-        details = msgspec.to_builtins(effect)
-        if kind == "network.request" and active is not None and active.commands:
+        details = msgspec.to_builtins(told)
+        if kind in _WITH_COMMANDS and active is not None and active.commands:
             details["during"] = active.commands[:5]
         return AppendEvent(
-            session=effect.session,
+            session=told.session,
             kind=kind,
             actor="session",
             result=result,
@@ -118,24 +123,27 @@ class Effects:
             finally:
                 self._written += len(batch)
 
-    async def _write_batch(self, batch: list[Effect]) -> None:
+    async def _write_batch(self, batch: list[Effect | Denial]) -> None:
         try:
             await self._write(batch)
         except SessionNotFound:
-            for effect in batch:
+            for one in batch:
                 try:
-                    await self._write([effect])
+                    await self._write([one])
                 except SessionNotFound:
                     continue  # deleted meanwhile, with all there is of it
         except SojournError as error:
             log.error("the ends of %d requests are not on record: %s", len(batch), error)
 
-    async def _write(self, effects: list[Effect]) -> None:
+    async def _write(self, told: Sequence[Effect | Denial]) -> None:
         writes: list[Write] = []
-        for effect in effects:
-            kind = "network.response" if lasting(effect) else "network.request"
-            writes.append(PutEffect(effect, lasting(effect)))
-            writes.append(self._event(kind, effect, effect.outcome))
+        for one in told:
+            if isinstance(one, Denial):
+                writes.append(self._event(DENIED, one, one.rule))
+                continue
+            kind = "network.response" if lasting(one) else "network.request"
+            writes.append(PutEffect(one, lasting(one)))
+            writes.append(self._event(kind, one, one.outcome))
         await self._database.commit(writes, durable=False)
 
     async def interrupt(self) -> None:

@@ -21,7 +21,7 @@ import msgspec
 
 from sojourn.errors import InvalidRequest, SojournError, Unreachable
 from sojourn.gateway.control import Control, Request
-from sojourn.gateway.messages import Attach, Began, Detach, Ended, Start
+from sojourn.gateway.messages import Attach, Began, Detach, Ended, Start, Withheld
 from sojourn.server.sender import end_process
 from sojourn.wire.api import GatewayInfo
 
@@ -35,7 +35,7 @@ _PAUSES = (0.0, 0.1, 0.5, 2.0, 5.0)  # before the next start, by how often it di
 _WELL_SECONDS = 30.0  # one that lived so long did not die early
 
 Wanted = Callable[[], Awaitable[Attach | None]]
-Handle = Callable[[Began | Ended], Awaitable[None]]
+Handle = Callable[[Began | Ended | Withheld], Awaitable[None]]
 
 
 class EgressSettings(msgspec.Struct, frozen=True):
@@ -304,7 +304,7 @@ class Gateway:
         self._ready.set()
 
     async def _asked(self, body: Request) -> None:
-        if not isinstance(body, Began | Ended):
+        if not isinstance(body, Began | Ended | Withheld):
             raise SojournError(f"{type(body).__name__} is for the server to send")
         await self._handle(body)
 

@@ -6,7 +6,7 @@ import asyncio
 import builtins
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import msgspec
 
@@ -211,11 +211,14 @@ class History:
         return found
 
     async def events(
-        self, who: Principal, ref: str, *, after: int, limit: int
+        self, who: Principal, ref: str, *, after: int, limit: int, kinds: Collection[str]
     ) -> builtins.list[EventInfo]:
-        """Events after a sequence number."""
+        """Events after a sequence number, of some kinds or all."""
         active = await self._context.registry.find(who.tenant, ref)
-        events = await self._context.database.list_events(active.id, after=after, limit=limit)
+        await self._context.networks.effects.flush()
+        events = await self._context.database.list_events(
+            active.id, after=after, limit=limit, kinds=kinds
+        )
         return [event_info(event) for event in events]
 
     async def follow(self, who: Principal, ref: str, *, after: int) -> AsyncIterator[EventInfo]:

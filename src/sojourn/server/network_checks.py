@@ -131,7 +131,7 @@ def _check_network(text: str, field: str, private: Sequence[Network]) -> str:
     try:
         network = ipaddress.ip_network(text)
     except ValueError as error:
-        raise _wrong(field, f"{text!r} is no network ({error}); write 203.0.113.0/24") from None
+        raise _wrong(field, f"{text!r} is no network ({error}); write ADDRESS/BITS") from None
     first, last = network[0], network[-1]
     kinds = {classify(first), classify(last)}
     if network.num_addresses > 1 and kinds == {Class.NEVER} and not _spans(network):

@@ -127,7 +127,7 @@ class Networks:
         certificates = await self._certificates()
 
         async def serve(_socket: Path) -> None:
-            await self._serve(session.id, record)
+            await self._serve(session.id, record)  # it starts all the same
 
         on = session.network.mode is not NetworkMode.NONE
         await self._agent.start(
@@ -158,18 +158,20 @@ class Networks:
         assert session.sandbox is not None
         await self._switch(session, self._agent.find(session.sandbox, session.epoch))
 
-    async def apply(self, active: ActiveSession) -> None:
+    async def apply(self, active: ActiveSession) -> SojournError | None:
         """The session's policy, or what of it is exposed, has changed. The caller holds the gate.
 
-        Returns when it is in force: connections it does not allow are over."""
+        Returns when it is in force: connections it does not allow are over. Where no gateway
+        process serves it, why: then nothing is reached, until there is one."""
         session = active.session
         if not session.live:
-            return
+            return None
         assert session.sandbox is not None
         try:
-            await self._apply(session, self._agent.find(session.sandbox, session.epoch))
+            return await self._apply(session, self._agent.find(session.sandbox, session.epoch))
         except SandboxLost as error:
             log.info("session %s: %s", session.id, error)  # its next call notes it
+            return None
 
     async def cut(self, session: Session) -> None:
         """Reset all connections of a session's sandbox: nothing leaves it from then on."""
@@ -180,13 +182,16 @@ class Networks:
         self._serving.pop(sandbox, None)
         self.gateway.forget(sandbox)
 
-    async def _apply(self, session: Session, sandbox: Sandbox) -> None:
+    async def _apply(self, session: Session, sandbox: Sandbox) -> SojournError | None:
+        """Put a session's policy in force; why it is not served, where it cannot be."""
         sandbox.provide(self._environment(session, sandbox.record))
+        failed = None
         if self._served(session):
-            await self._serve(session.id, sandbox.record)
+            failed = await self._serve(session.id, sandbox.record)
         else:
             await self.gateway.detach(sandbox.record.sandbox)
         await self._switch(session, sandbox)
+        return failed
 
     async def _switch(self, session: Session, sandbox: Sandbox) -> None:
         if sandbox.frozen:
@@ -209,8 +214,9 @@ class Networks:
 
     # -- the gateway ------------------------------------------------------------------------
 
-    async def _serve(self, session: str, record: SandboxRecord) -> None:
-        """Have the gateway serve a sandbox, as soon as it can."""
+    async def _serve(self, session: str, record: SandboxRecord) -> SojournError | None:
+        """Have the gateway serve a sandbox, as soon as it can; why it does not yet. That is in the
+        session's events, too: a program inside only sees that nothing is reached."""
 
         async def wanted() -> Attach | None:
             active = self._registry.held(session)
@@ -233,6 +239,23 @@ class Networks:
         except SojournError as error:
             # It is asked again when it runs again; until then nothing leaves.
             log.error("session %s has no network for now: %s", session, error)
+            await self._unavailable(session, error)
+            return error
+        return None
+
+    async def _unavailable(self, session: str, error: SojournError) -> None:
+        active = self._registry.held(session)
+        event = AppendEvent(
+            session=session,
+            kind="network.unavailable",
+            result=error.code,
+            details={"message": error.message},
+            before=None if active is None else active.session.head,
+        )
+        try:
+            await self._database.append_event(event)
+        except SojournError as failed:  # the session runs all the same
+            log.warning("session %s: its event log does not say so: %s", session, failed)
 
     async def _granted(self, tenant: str, policy: NetworkPolicy) -> list[Granted]:
         try:

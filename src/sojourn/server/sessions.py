@@ -10,7 +10,7 @@ import asyncio
 import builtins
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 from sojourn.database.writes import AppendEvent
 from sojourn.errors import (
@@ -73,6 +73,7 @@ from sojourn.wire.api import (
 )
 from sojourn.wire.code import CodeResult
 from sojourn.wire.guest import Output, ProcessState
+from sojourn.wire.networks import NetworkChange
 
 log = logging.getLogger(__name__)
 
@@ -250,6 +251,10 @@ class Sessions:
         """Change name, labels, limits, policy or network."""
         return self._info(await self._updates.update(who, ref, request))
 
+    async def change_network(self, who: Principal, ref: str, change: NetworkChange) -> SessionInfo:
+        """Change of the network what is named."""
+        return self._info(await self._updates.change_network(who, ref, change))
+
     async def keep_alive(self, who: Principal, ref: str, seconds: float) -> SessionInfo:
         """Push the idle deadline out; never in."""
         return self._info(await self._updates.keep_alive(who, ref, seconds))
@@ -360,10 +365,10 @@ class Sessions:
         return await self._history.verify(who, ref, snapshot)
 
     async def events(
-        self, who: Principal, ref: str, *, after: int, limit: int
+        self, who: Principal, ref: str, *, after: int, limit: int, kinds: Collection[str] = ()
     ) -> builtins.list[EventInfo]:
         """The event log."""
-        return await self._history.events(who, ref, after=after, limit=limit)
+        return await self._history.events(who, ref, after=after, limit=limit, kinds=kinds)
 
     async def effects(
         self,

@@ -16,14 +16,17 @@ from typing import Any
 import msgspec
 
 from sojourn.database.writes import AppendEvent
-from sojourn.errors import InvalidRequest, SojournError
+from sojourn.errors import InvalidRequest, SojournError, Unreachable
 from sojourn.lifecycle import Command, Verb, decide, kept_alive, policy_deadlines
 from sojourn.model import Limits
+from sojourn.model.network import NetworkMode
 from sojourn.server.base import Principal
 from sojourn.server.checks import MAX_SECONDS, check_limits, check_map, check_name, check_policy
 from sojourn.server.context import Context
+from sojourn.server.network_changes import changed
 from sojourn.server.registry import ActiveSession
 from sojourn.wire.api import UpdateSession
+from sojourn.wire.networks import NetworkChange
 
 
 class Updates:
@@ -51,22 +54,46 @@ class Updates:
                 policy = check_policy(request.policy)
                 idle, lifetime = policy_deadlines(active.session, policy, time.time())
                 changes |= {"policy": policy, "idle_deadline": idle, "lifetime_deadline": lifetime}
-            if not changes:
-                return active
-            event = AppendEvent(
-                session=active.id,
-                kind="update",
-                actor=who.actor,
-                result="ok",
-                details={"fields": sorted(changes)} | _network_details(changes),
-                before=active.session.head,
-                after=active.session.head,
-            )
-            async with self._limited(active, changes.get("limits")):
-                await self._context.commit(active, changes, event)
-            if "network" in changes:
-                await self._context.networks.apply(active)
+            await self._commit(who, active, changes)
         return active
+
+    async def change_network(
+        self, who: Principal, ref: str, change: NetworkChange
+    ) -> ActiveSession:
+        """Change of the network what is named. Raises InvalidRequest."""
+        active = await self._context.registry.find(who.tenant, ref)
+        async with active.gate.closed("update"):
+            decide(active.session, Command(Verb.UPDATE))
+            # Only here: two that come at the same time would undo each other.
+            wanted = changed(active.session.network, change)
+            policy = await self._context.networks.check(active.session.tenant, wanted)
+            await self._commit(who, active, {"network": policy})
+        return active
+
+    async def _commit(self, who: Principal, active: ActiveSession, changes: dict[str, Any]) -> None:
+        """Keep changes and put them in force. The caller holds the gate."""
+        if not changes:
+            return
+        event = AppendEvent(
+            session=active.id,
+            kind="update",
+            actor=who.actor,
+            result="ok",
+            details={"fields": sorted(changes)} | _network_details(changes),
+            before=active.session.head,
+            after=active.session.head,
+        )
+        async with self._limited(active, changes.get("limits")):
+            await self._context.commit(active, changes, event)
+        if "network" in changes:
+            failed = await self._context.networks.apply(active)
+            if failed is not None and active.session.network.mode is not NetworkMode.NONE:
+                raise Unreachable(
+                    f"the policy is kept, and nothing is reached for now: {failed.message}",
+                    next_step="It is in force as soon as the gateway process runs, which is tried"
+                    " again by itself; `sojourn status` tells how it is.",
+                    session=active.id,
+                )
 
     @contextlib.asynccontextmanager
     async def _limited(self, active: ActiveSession, limits: Limits | None) -> AsyncIterator[None]:

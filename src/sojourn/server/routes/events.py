@@ -47,14 +47,21 @@ def event_stream(pieces: AsyncIterator[bytes], shutdown: Shutdown) -> StreamAnsw
     query={
         "after": Query("int", "Only events with a greater `seq`.", default=0, low=0, high=2**62),
         "limit": Query("int", "Most events to list.", default=1000, low=1, high=1000),
+        "kind": Query("str", "Of those to list only this kind.", many=True),
     },
     errors=(SessionNotFound,),
 )
 async def events(call: Call) -> ASGIApp:
     after: int = call.query["after"]
     if not call.accepts(SSE):
-        limit: int = call.query["limit"]
-        return json_answer(await call.service.events(call.who, call.ref, after=after, limit=limit))
+        found = await call.service.events(
+            call.who,
+            call.ref,
+            after=after,
+            limit=call.query["limit"],
+            kinds=call.query["kind"],
+        )
+        return json_answer(found)
     last = call.header(b"last-event-id")
     if last:
         if not last.isascii() or not last.isdigit() or len(last) > 18:

@@ -1,14 +1,16 @@
-"""/v1/sessions/{ref}/effects: what left a session. Its policy is part of the session itself."""
+"""/v1/sessions/{ref}/effects and /network: what left a session, and changes of what it reaches. The
+whole policy is part of the session itself."""
 
 from __future__ import annotations
 
 from litestar.types import ASGIApp
 
-from sojourn.errors import InvalidRequest, SessionNotFound
+from sojourn.errors import InvalidRequest, SessionNotFound, Unreachable
 from sojourn.server.answers import json_answer
 from sojourn.server.endpoints import Call, Endpoint, endpoint
 from sojourn.server.queries import Query
-from sojourn.wire.api import EffectPage
+from sojourn.wire.api import EffectPage, SessionInfo
+from sojourn.wire.networks import NetworkChange
 
 
 @endpoint(
@@ -34,4 +36,17 @@ async def effects(call: Call) -> ASGIApp:
     return json_answer(page)
 
 
-ENDPOINTS: list[Endpoint] = [effects]
+@endpoint(
+    "PATCH",
+    "/v1/sessions/{ref}/network",
+    "Change of a session's network policy what is named, and nothing else",
+    body=NetworkChange,
+    answers={200: SessionInfo},
+    errors=(SessionNotFound, InvalidRequest, Unreachable),
+    example={"allow": [{"name": "api", "domains": ["api.example.com"]}], "grant": ["API_KEY"]},
+)
+async def change_network(call: Call, body: NetworkChange) -> ASGIApp:
+    return json_answer(await call.service.change_network(call.who, call.ref, body))
+
+
+ENDPOINTS: list[Endpoint] = [effects, change_network]
