@@ -21,14 +21,16 @@ import msgspec
 from sojourn.model.ids import new_id
 from sojourn.model.snapshots import LayerRef, MemoryRef, Snapshot, SnapshotConfig, SnapshotKind
 from sojourn.repository.opened import OpenedRepository
-from sojourn.store.fingerprints import fingerprint
-from sojourn.store.layers import SHORT, read_manifest
-from sojourn.store.manifests import Manifest
-from sojourn.store.trees import LocalScan
 
+# What only some steps use, they load themselves: the start of the process is measured, too.
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sojourn.repository.checks import Problem
     from sojourn.repository.repository import Repository
     from sojourn.store.local import LocalStore
+    from sojourn.store.manifests import Manifest
+    from sojourn.store.trees import LocalScan
 
 TENANT = "bench"
 
@@ -95,10 +97,14 @@ class Copies:
         self._upper = upper
 
     def _sealed(self, layer: str) -> Path:
+        from sojourn.store.layers import SHORT
+
         return self._store.root / "sealed" / layer[:SHORT]
 
     def manifest(self, layer: str) -> Manifest:
         """A layer's manifest."""
+        from sojourn.store.layers import read_manifest
+
         if (self._sealed(layer) / "manifest").exists():
             return read_manifest(self._sealed(layer), layer)
         return self._store.manifest(layer)
@@ -118,6 +124,8 @@ def snapshot_of(
     layers: list[LayerRef], memory: MemoryRef | None, parent: Snapshot | None
 ) -> Snapshot:
     """A snapshot of these parts."""
+    from sojourn.store.fingerprints import fingerprint
+
     config = SnapshotConfig("bench", {}, "root", "", "bench")
     return Snapshot(
         id=new_id("snp"),
@@ -199,9 +207,13 @@ def restore(state: State, kind: str, target: Path) -> None:
 
 def check(state: State, *, data: bool) -> None:
     """Check the repository: its structure, or every byte."""
-    from sojourn.repository.checks import check as check_repository
 
-    repository = OpenedRepository.open(*state.named)
+    def load() -> Callable[..., Iterator[Problem]]:
+        from sojourn.repository.checks import check
+
+        return check
+
+    repository, check_repository = OpenedRepository.open_beside(*state.named, load)
     found = check_repository(repository.backend, repository.domain, read_data=data)
     # There is no server here that would write down whose snapshots these are.
     damage = [problem for problem in found if problem.severity != "warning"]

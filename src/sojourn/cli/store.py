@@ -13,13 +13,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from sojourn.cli.output import counted, emit, facts, json_option, safe, say, size, table, working
-from sojourn.cli.stores import opened_store, store_options, store_secret
+from sojourn.cli.stores import opened_store, opened_store_beside, store_options, store_secret
 
 if TYPE_CHECKING:
     from sojourn.repository.checks import Problem
@@ -86,12 +87,17 @@ def check(
     problem names the object, the cause, and the sessions and snapshots it affects.
     """
     from sojourn.errors import IntegrityError
-    from sojourn.repository import checks
 
     if read_data and subset is not None:
         raise click.UsageError("Give --read-data or --read-data-subset, not both.")
+
+    def load() -> ModuleType:
+        from sojourn.repository import checks
+
+        return checks
+
     with (
-        opened_store(url, key_file, data) as repository,
+        opened_store_beside(url, key_file, data, load) as (repository, checks),
         progress("Looking into packs", quiet=as_json) as told,
     ):
         problems = list(

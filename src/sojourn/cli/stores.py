@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sojourn.repository.repository import Repository
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _NONE = "none"
 MAX_SECRET = 64 << 10
@@ -64,6 +65,19 @@ def opened_store(url: str | None, key_file: Path | None, data: Path) -> Iterator
 
     with contextlib.closing(OpenedRepository.open(*_named(url, key_file, data))) as opened:
         yield opened
+
+
+@contextlib.contextmanager
+def opened_store_beside(
+    url: str | None, key_file: Path | None, data: Path, work: Callable[[], T]
+) -> Iterator[tuple[OpenedRepository, T]]:
+    """As `opened_store`, while `work` is done, whose result comes along."""
+    from sojourn.repository.opened import OpenedRepository
+
+    location, secret = _named(url, key_file, data)
+    opened, done = OpenedRepository.open_beside(location, secret, work)
+    with contextlib.closing(opened):
+        yield opened, done
 
 
 @contextlib.contextmanager

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Self
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from sojourn.repository import config
 from sojourn.repository.backends.base import Backend
 from sojourn.repository.backends.opening import open_backend
 from sojourn.repository.config import Config
-from sojourn.repository.domains import Domain
 from sojourn.repository.keys import Keyring
+
+if TYPE_CHECKING:
+    from sojourn.repository.domains import Domain
+
+T = TypeVar("T")
 
 
 class OpenedRepository:
@@ -57,6 +62,15 @@ class OpenedRepository:
             raise
         return cls(backend, settings, keyring)
 
+    @classmethod
+    def open_beside(cls, url: str, secret: bytes | None, work: Callable[[], T]) -> tuple[Self, T]:
+        """`open`, and meanwhile `work`: to make the key from a secret keeps one core busy for a
+        tenth of a second, in which a short-lived process can load what it will use."""
+        with ThreadPoolExecutor(1) as beside:
+            opening = beside.submit(cls.open, url, secret)
+            done = work()
+            return opening.result(), done
+
     @property
     def url(self) -> str:
         """Where it is, without credentials."""
@@ -68,6 +82,8 @@ class OpenedRepository:
 
     def domain(self, name: str) -> Domain:
         """One domain: a tenant's, or `SHARED`."""
+        from sojourn.repository.domains import Domain  # see `open_beside`
+
         with self._lock:
             found = self._domains.get(name)
             if found is None:
