@@ -21,6 +21,7 @@ that names the cause, and the next step. Codes never change meaning, so programs
     │   ├── ObjectMissing                object_missing         404
     │   ├── SecretNotFound               secret_not_found       404
     │   ├── PortNotFound                 port_not_found         404
+    │   ├── NodeNotFound                 node_not_found         404
     │   └── FileMissing                  file_not_found         404
     ├── Conflict                         conflict               409
     │   ├── NameTaken                    name_taken             409
@@ -29,7 +30,9 @@ that names the cause, and the next step. Codes never change meaning, so programs
     │   ├── WrongState                   wrong_state            409
     │   ├── EffectsInTheWay              effects_in_the_way     409
     │   ├── StaleEpoch                   stale_epoch            409
+    │   ├── NodeFenced                   node_fenced            409
     │   └── FileConflict                 file_conflict          409
+    ├── SessionElsewhere                 session_elsewhere      421
     ├── TooLarge                         too_large              413
     ├── QuotaExceeded                    quota_exceeded         422
     │   └── DiskQuotaExceeded            disk_quota_exceeded    422
@@ -50,8 +53,10 @@ that names the cause, and the next step. Codes never change meaning, so programs
     ├── StoreKeyInvalid                  store_key_invalid      500
     ├── SecretsKeyInvalid                secrets_key_invalid    500
     ├── PortSilent                       port_silent            504
+    ├── CapacityExhausted                capacity_exhausted     503
     └── Unreachable                      unreachable            503
         ├── OutcomeUnknown               outcome_unknown        503
+        ├── NodeUnavailable              node_unavailable       503
         └── StoreUnreachable             store_unreachable      503
 
 Exit codes of the `sojourn` command: those of the command for `exec` and `run`, else 100 to 125
@@ -222,6 +227,13 @@ class PortNotFound(NotFound):
     default_next_step = "`sojourn port ls SESSION` lists the exposed ports and their addresses."
 
 
+class NodeNotFound(NotFound):
+    """No such node in the cluster, or it was removed from it."""
+
+    code = "node_not_found"
+    default_next_step = "`sojourn node ls` lists the nodes."
+
+
 class Conflict(SojournError):
     """The request meets a state it cannot apply to; nothing was changed."""
 
@@ -274,11 +286,27 @@ class StaleEpoch(Conflict):
     default_next_step = "Fetch the session again; it has been placed anew."
 
 
+class NodeFenced(Conflict):
+    """The node was taken for lost: another incarnation of it, or another node, may have its
+    sessions by now. Nothing was changed."""
+
+    code = "node_fenced"
+    default_next_step = "The node ends its sandboxes and starts anew by itself; see its log."
+
+
 class FileConflict(Conflict):
     """The path is of another kind than the call needs (directory, file, exists already)."""
 
     code = "file_conflict"
     default_next_step = "Check what stands at the path."
+
+
+class SessionElsewhere(SojournError):
+    """Another node holds the session; details.holder names it (null: no node does). Nothing was
+    changed."""
+
+    code, status, exit_code = "session_elsewhere", 421, 125
+    default_next_step = "Send the request to a server of the cluster, which finds the right node."
 
 
 class TooLarge(SojournError):
@@ -426,6 +454,13 @@ class PortSilent(SojournError):
     default_next_step = "Start a program that listens on the port inside the session."
 
 
+class CapacityExhausted(SojournError):
+    """No node has room for the session, and none came free in time; nothing was changed."""
+
+    code, status, exit_code = "capacity_exhausted", 503, 124
+    default_next_step = "Try again later, suspend or delete sessions, or add a node."
+
+
 class Unreachable(SojournError):
     """The server does not answer."""
 
@@ -442,6 +477,14 @@ class OutcomeUnknown(Unreachable):
         "When the database answers again, look at what the change was about; the same request with"
         " the same idempotency key takes effect once."
     )
+
+
+class NodeUnavailable(Unreachable):
+    """The node that holds the session does not answer, and it is not known yet whether it is
+    lost."""
+
+    code = "node_unavailable"
+    default_next_step = "Try again: within a minute the node answers or its sessions move on."
 
 
 class StoreUnreachable(Unreachable):

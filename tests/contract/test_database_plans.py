@@ -69,7 +69,7 @@ FILL = [
 ]
 
 NOW = time.time()
-PAGE = {"labels": "{}", "kind": "session", "after_time": None, "after_id": None, "limit": 101}
+PAGE = {"holder": None, "labels": "{}", "kind": "session", "after_time": None, "after_id": None, "limit": 101}
 LIVE = json.dumps(["running", "paused", "suspended", "failed", "creating"])
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ("find_session", {"key": "ses_7", "tenant": "ten_1"}),
@@ -87,25 +87,25 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
         PAGE | {"tenant": None, "states": LIVE, "after_time": 3000.0, "after_id": "ses_3000"},
     ),
     ("touch_idle", {"id": "ses_100", "deadline": 1.0}),
-    ("due_sessions", {"now": NOW, "limit": 100}),
+    ("due_sessions", {"now": NOW, "limit": 100, "holder": None}),
     ("find_snapshot", {"id": "snp_7", "tenant": "ten_1", "hidden": False}),
     ("list_snapshots", {"session": "ses_7"}),
     ("snapshot_users", {"id": "snp_7"}),
     ("pass_children_on", {"id": "snp_7"}),
     ("delete_snapshot", {"id": "snp_7"}),
     ("anchored_snapshots", {"session": "ses_7"}),
-    ("undurable_heads", {"limit": 100}),
-    ("undurable_others", {"limit": 100}),
+    ("undurable_heads", {"limit": 100, "node": None}),
+    ("undurable_others", {"limit": 100, "node": None}),
     ("mark_durable", {"id": "snp_7", "fingerprint": "f", "at": 1.0}),
     ("find_operation", {"id": "opr_7", "tenant": "ten_1"}),
     ("exclusive_operation", {"session": "ses_7"}),
     ("operation_to_step", {"id": "opr_7"}),
-    ("set_step", {"id": "opr_7", "step": "a", "data": "{}", "now": NOW}),
+    ("set_step", {"id": "opr_7", "step": "a", "data": "{}", "server": None, "now": NOW}),
     (
         "finish_operation",
         {"id": "opr_7", "state": "failed", "result": None, "error": None, "now": NOW},
     ),
-    ("unfinished_operations", {}),
+    ("unfinished_operations", {"server": None}),
     ("claim_operations", {"server": "me", "before": NOW, "now": NOW, "limit": 10}),
     ("find_key", {"tenant": "ten_1", "key": "key7"}),
     ("keyed_operation", {"tenant": "ten_1", "key": "key7", "now": NOW}),
@@ -131,7 +131,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
         "list_effects",
         {"session": "ses_7", "all": False, "after_time": 0.0, "after_id": "", "limit": 100},
     ),
-    ("open_effects", {"limit": 100}),
+    ("open_effects", {"limit": 100, "holder": None}),
     ("find_tenant", {"key": "tenant7"}),
     ("token_by_hash", {"hash": "hash7"}),
     ("stored_hash", {"id": "tok_7"}),

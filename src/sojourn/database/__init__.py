@@ -28,6 +28,7 @@ from sojourn.database.records import (
 )
 from sojourn.database.sqlite.database import open_sqlite
 from sojourn.errors import Unsupported
+from sojourn.model.nodes import Fence
 
 __all__ = [
     "Database",
@@ -50,8 +51,16 @@ __all__ = [
 ]
 
 
-async def open_database(location: str | Path) -> Database:
-    """Open the database at a path or URL (`sqlite:///absolute/path`, `postgresql://...`)."""
+async def open_database(location: str | Path, fence: Fence | None = None) -> Database:
+    """Open the database at a path or URL (`sqlite:///absolute/path`, `postgresql://...`), with a
+    fence in the name of a node."""
+    database = await _open(location)
+    if fence is not None:
+        database.fence(fence)
+    return database
+
+
+async def _open(location: str | Path) -> Database:
     text = str(location)
     if text.startswith(("postgresql://", "postgres://")):
         # Where it is not used nothing of it is loaded.

@@ -92,6 +92,8 @@ def update_session(statements: Statements, item: writes.UpdateSession) -> Sessio
     if item.changes.get("epoch", item.expect_epoch) < item.expect_epoch:
         raise InvalidRequest("the epoch of a session never shrinks")
     changes = {**item.changes, "updated_at": time.time()}
+    if changes.get("state") == SessionState.DELETED:
+        changes["holder"] = None  # what is left of it anybody may remove
     parameters = SESSIONS.changes(changes)
     parameters["where_id"] = item.id
     parameters["expect_epoch"] = item.expect_epoch
@@ -205,6 +207,7 @@ def set_step(statements: Statements, item: writes.SetStep) -> Operation:
             "id": item.operation,
             "step": item.step,
             "data": encode_json(data),
+            "server": item.server,
             "now": time.time(),
         },
     )

@@ -17,15 +17,17 @@ from sojourn.database.apply import apply
 from sojourn.database.base import KEY_LIFETIME
 from sojourn.database.engine import Statements
 from sojourn.database.records import Operation, OperationState
-from sojourn.database.rows import OPERATIONS, encode_json
+from sojourn.database.rows import OPERATIONS, SESSIONS, encode_json
 from sojourn.database.writes import FinishOperation, Write
 from sojourn.errors import (
     IdempotencyMismatch,
     Interrupted,
     SessionBusy,
+    SessionElsewhere,
     SessionNotFound,
     to_body,
 )
+from sojourn.model.sessions import SessionState
 
 
 class Beginning(msgspec.Struct, frozen=True):
@@ -42,6 +44,7 @@ class Beginning(msgspec.Struct, frozen=True):
     supersede: bool
     creates: bool
     also: tuple[Write, ...]
+    holder: str | None = None
 
     def digest(self) -> str:
         """What makes two requests the same. A creating one brings a new session id each time."""
@@ -57,6 +60,8 @@ def begin(statements: Statements, asked: Beginning) -> tuple[Operation, bool]:
         known = _known(statements, asked.tenant, asked.key, digest, now)
         if known is not None:
             return known, False
+    if asked.holder is not None:
+        _check_holder(statements, asked.session, asked.holder)
     if asked.exclusive:
         _take_session(statements, asked)
     apply(statements, asked.also)
@@ -118,6 +123,20 @@ def _known(
             verb=operation.verb,
         )
     return operation
+
+
+def _check_holder(statements: Statements, session: str, holder: str) -> None:
+    """Raise SessionElsewhere for a session that is there and another's, or nobody's."""
+    rows = statements.run("session_row", {"id": session})
+    found = SESSIONS.read(rows[0]) if rows else None
+    if found is not None and found.state is not SessionState.DELETED and found.holder != holder:
+        raise elsewhere(session, found.holder)
+
+
+def elsewhere(session: str, holder: str | None) -> SessionElsewhere:
+    """The error for a session that is not this node's."""
+    who = f"node {holder}" if holder is not None else "no node"
+    return SessionElsewhere(f"session {session} is held by {who}", session=session, holder=holder)
 
 
 def _take_session(statements: Statements, asked: Beginning) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import msgspec
 
-from sojourn.errors import SojournError
+from sojourn.errors import NodeFenced, SojournError
 from sojourn.model.sessions import Session
 
 _log = logging.getLogger(__name__)
@@ -106,6 +106,10 @@ class Deadlines:
             for session, deadline in moves.items():
                 if self._pending.get(session) == deadline:
                     del self._pending[session]
+        except NodeFenced as error:
+            # Whoever has these sessions by now, their time is not this node's to measure.
+            _log.info("%d idle deadlines are given up: %s", len(moves), error.message)
+            self._pending.clear()
         finally:
             if self._pending and self._timer is None:
                 self._set_timer(now + INTERVAL)

@@ -49,12 +49,14 @@ class DurabilityRows:
         touches = Touched(keys=frozenset([_STORE]))
         return bool(await self._writer.submit(work, durable=True, touches=touches))
 
-    async def undurable_snapshots(self, *, limit: int = 100) -> list[SnapshotRecord]:
+    async def undurable_snapshots(
+        self, *, limit: int = 100, node: str | None = None
+    ) -> list[SnapshotRecord]:
         def work(statements: Statements) -> list[SnapshotRecord]:
             # One transaction: a head that moves between the two would be in both or in none.
-            heads = statements.run("undurable_heads", {"limit": limit})
-            rest = limit - len(heads)
-            others = statements.run("undurable_others", {"limit": rest}) if rest else []
+            heads = statements.run("undurable_heads", {"limit": limit, "node": node})
+            rest = {"limit": limit - len(heads), "node": node}
+            others = statements.run("undurable_others", rest) if rest["limit"] else []
             return [
                 record
                 for rows in (heads, others)
@@ -86,12 +88,15 @@ class DurabilityRows:
         # It shrinks the database, so it may use a full disk's reserve.
         await self._writer.submit(work, durable=False, urgent=True)
 
-    async def durable_objects(self) -> DurableObjects:
+    async def durable_objects(self, *, holder: str | None = None) -> DurableObjects:
+        query = "durable_objects" if holder is None else "durable_objects_held"
+        parameters = None if holder is None else {"holder": holder}
+
         def work(statements: Statements) -> DurableObjects:
             templates: set[str] = set()
             layers: dict[str, set[str]] = {}  # by tenant: most layers are named by many rows
             images: dict[str, set[str]] = {}
-            for text, image, tenant in statements.stream("durable_objects"):
+            for text, image, tenant in statements.stream(query, parameters):
                 names = decode_names(text)
                 templates.update(names[:1])
                 layers.setdefault(tenant, set()).update(names[1:])
@@ -113,8 +118,10 @@ class DurabilityRows:
         touches = Touched(keys=frozenset([_STORE, f"record {session}"]))
         await self._writer.submit(work, durable=False, touches=touches)
 
-    async def durability(self, tenant: str | None) -> list[Durability]:
-        rows = await self._reader.select("durability", {"tenant": tenant})
+    async def durability(
+        self, tenant: str | None, *, holder: str | None = None
+    ) -> list[Durability]:
+        rows = await self._reader.select("durability", {"tenant": tenant, "holder": holder})
         return [
             Durability(
                 session=session,

@@ -44,8 +44,10 @@ class EffectRows:
         )
         return [_read(row) for row in rows]
 
-    async def open_effects(self, *, limit: int = 1000) -> list[EffectRecord]:
-        rows = await self._reader.select("open_effects", {"limit": limit})
+    async def open_effects(
+        self, *, limit: int = 1000, holder: str | None = None
+    ) -> list[EffectRecord]:
+        rows = await self._reader.select("open_effects", {"limit": limit, "holder": holder})
         return [_read(row) for row in rows]
 
     async def effects_between(

@@ -14,7 +14,9 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from sojourn.database import writes
+from sojourn.database.fences import Fences
 from sojourn.errors import SojournError
+from sojourn.model.nodes import Fence
 
 T = TypeVar("T")
 Parameters = Mapping[str, Any]
@@ -37,7 +39,7 @@ class Statements(Protocol):
         """All rows it gives. `assignments` takes the place of that name in its text. Raises
         Duplicate; the transaction is of no more use then."""
 
-    def stream(self, query: str) -> Iterable[Any]:
+    def stream(self, query: str, parameters: Parameters | None = None) -> Iterable[Any]:
         """The rows of a query that may give very many, one after the other."""
 
     def count(self, query: str, parameters: Parameters) -> int:
@@ -99,6 +101,8 @@ def touched(
 class Writer(Protocol):
     """Runs jobs, each in a transaction."""
 
+    fences: Fences
+
     def submit(
         self,
         work: Callable[[Statements], T],
@@ -106,12 +110,16 @@ class Writer(Protocol):
         durable: bool,
         touches: Touched = NOTHING,
         urgent: bool = False,
+        fence: Fence | msgspec.UnsetType | None = msgspec.UNSET,
+        apart: bool = False,
         then: Callable[[T], None] | None = None,
     ) -> asyncio.Future[T]:
         """Queue a job; of those that touch the same the earlier one comes first. `then` is called
         on the loop with the result once it is committed, even when the one who waited for the
         future is gone. The job runs even if that is cancelled, and may be run several times until
-        one run is committed. An `urgent` one may use what is kept back for a full disk."""
+        one run is committed. An `urgent` one may use what is kept back for a full disk. It is done
+        in the name of the writer's `fences`, or of the given fence; None: in nobody's. One that is
+        done `apart` waits for no other and fails soon where the database does not answer."""
 
     async def close(self) -> None:
         """Finish what is queued and let go. Idempotent."""

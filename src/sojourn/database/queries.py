@@ -2,8 +2,10 @@
 
 Guarantee: every query the code uses is in a file under its name, and a missing or doubled name
 fails at import, not in the middle of an operation. Each begins with `-- name: some_name`;
-`{session}` stands for all columns of the record and `{:session}` for their parameters. What every
-dialect understands is in `common`; a dialect's own folder has what must be said in its own way.
+`{session}` stands for all columns of the record and `{:session}` for their parameters, `{clock}`
+for the seconds since 1970 by the database's clock, `{held}` for the condition that a session is
+the given holder's. What every dialect understands is in `common`; a dialect's own folder has what
+must be said in its own way.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ from importlib import resources
 
 from sojourn.database.rows import PLACEHOLDERS
 
+_HELD = "(CAST(:holder AS TEXT) IS NULL OR holder = :holder OR (:holder = '' AND holder IS NULL))"
 _NAME = re.compile(r"^-- name: (\w+)\s*$", re.MULTILINE)
 
 
 class Queries:
     """The queries of one dialect: `queries["get_session"]`."""
 
-    def __init__(self, package: str) -> None:
+    def __init__(self, package: str, *, clock: str) -> None:
+        self._clock = clock
         self._texts: dict[str, str] = {}
         for folder in (
             resources.files("sojourn.database").joinpath("common"),
@@ -37,6 +41,7 @@ class Queries:
             for key, rows in PLACEHOLDERS.items():
                 body = body.replace(f"{{{key}}}", rows.columns)
                 body = body.replace(f"{{:{key}}}", rows.parameters)
+            body = body.replace("{clock}", self._clock).replace("{held}", _HELD)
             self._texts[name] = body.strip().rstrip(";")
 
     def __getitem__(self, name: str) -> str:

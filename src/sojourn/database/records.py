@@ -49,7 +49,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True):
     `layers` (lowest first) and `image` are what collection must keep. `turn` is the sequence
     number of the event of the turn it was taken after. `hidden` ones are deleted for the user but
     kept while something needs them; `thinned` ones have lost their memory image. `durable_at` is
-    when the object store had it as it is now, with all it refers to; None: not yet.
+    when the object store had it as it is now, with all it refers to; None: not yet. `node` is whose
+    disk has it, where there are several nodes.
     """
 
     id: str
@@ -69,6 +70,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True):
     hidden: bool = False
     thinned: bool = False
     durable_at: float | None = None
+    node: str | None = None
 
 
 class OperationState(enum.StrEnum):

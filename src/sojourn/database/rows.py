@@ -24,6 +24,7 @@ from sojourn.database.records import (
     Tenant,
     Token,
 )
+from sojourn.model.nodes import Node
 from sojourn.model.ports import ExposedPort
 from sojourn.model.sessions import Session
 
@@ -37,6 +38,8 @@ def encode_json(value: Any) -> str:
 
 decode_names = msgspec.json.Decoder(list[str]).decode
 """The list that a column of names holds."""
+decode_labels = msgspec.json.Decoder(dict[str, str]).decode
+"""The mapping that a column of labels holds."""
 
 
 def _inner(hint: Any) -> tuple[Any, bool]:
@@ -130,6 +133,7 @@ TOKENS = Rows(Token)
 REMOVALS = Rows(Removal)
 SECRETS = Rows(SecretRecord)
 PORTS = Rows(ExposedPort)
+NODES = Rows(Node)
 
 PLACEHOLDERS = {
     name: rows
@@ -142,6 +146,7 @@ PLACEHOLDERS = {
         ("token", TOKENS),
         ("secret", SECRETS),
         ("port", PORTS),
+        ("node", NODES),
     )
 }
 

@@ -56,8 +56,10 @@ class SecretRows:
         stored = await self._writer.submit(work, durable=True, touches=touches)
         return stored
 
-    async def list_ports(self, session: str | None = None) -> list[ExposedPort]:
-        rows = await self._reader.select("list_ports", {"session": session})
+    async def list_ports(
+        self, session: str | None = None, *, holder: str | None = None
+    ) -> list[ExposedPort]:
+        rows = await self._reader.select("list_ports", {"session": session, "holder": holder})
         return [PORTS.read(row) for row in rows]
 
     async def delete_port(self, session: str, port: int) -> bool:

@@ -22,6 +22,7 @@ from sojourn.database.deadlines import Deadlines
 from sojourn.database.durability import DurabilityRows
 from sojourn.database.effects import EffectRows
 from sojourn.database.engine import Engine, Statements, touched
+from sojourn.database.nodes import NodeRows
 from sojourn.database.notices import Notices
 from sojourn.database.records import (
     Event,
@@ -50,6 +51,7 @@ from sojourn.errors import (
     TemplateNotFound,
 )
 from sojourn.model.ids import new_id
+from sojourn.model.nodes import Fence
 from sojourn.model.sessions import Session, SessionKind, SessionState
 
 _LIVE = tuple(state for state in SessionState if state is not SessionState.DELETED)
@@ -58,7 +60,7 @@ _PAGE = 1000
 _MOVES = 32  # deadlines moved in one transaction
 
 
-class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
+class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows, NodeRows):
     """See `sojourn.database.base.Database`."""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
@@ -84,6 +86,9 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
             self._notices.publish_all()
             await self._reader.close()
             await self._writer.close()
+
+    def fence(self, fence: Fence) -> None:
+        self._writer.fences.set(fence)
 
     async def own(self) -> None:
         if self._engine.signals is not None:
@@ -145,6 +150,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
         limit: int = 100,
         after: str | None = None,
         kind: SessionKind | None = SessionKind.SESSION,
+        holder: str | None = None,
     ) -> SessionPage:
         if limit < 1:
             raise InvalidRequest("limit must be at least 1")
@@ -156,6 +162,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
                 "states": encode_json([str(state) for state in states or _LIVE]),
                 "labels": encode_json(dict(labels or {})),
                 "kind": None if kind is None else str(kind),
+                "holder": holder,
                 "after_time": after_time,
                 "after_id": after_id,
                 "limit": limit + 1,
@@ -164,8 +171,10 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
         found = [self._deadlines.seen(SESSIONS.read(row)) for row in rows[:limit]]
         return SessionPage(found, _cursor(found[-1]) if len(rows) > limit else None)
 
-    async def count_sessions(self, tenant: str | None = None) -> dict[SessionState, int]:
-        rows = await self._reader.select("count_sessions", {"tenant": tenant})
+    async def count_sessions(
+        self, tenant: str | None = None, *, holder: str | None = None
+    ) -> dict[SessionState, int]:
+        rows = await self._reader.select("count_sessions", {"tenant": tenant, "holder": holder})
         return dict.fromkeys(SessionState, 0) | {SessionState(state): n for state, n in rows}
 
     # -- deadlines --------------------------------------------------------------------------
@@ -190,9 +199,12 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
 
         return self._writer.submit(work, durable=False, touches=touched((), sessions=moves))
 
-    async def due_sessions(self, now: float, *, limit: int = 100) -> list[Session]:
+    async def due_sessions(
+        self, now: float, *, limit: int = 100, holder: str | None = None
+    ) -> list[Session]:
         await self._deadlines.flush()
-        rows = await self._reader.select("due_sessions", {"now": now, "limit": limit})
+        parameters = {"now": now, "limit": limit, "holder": holder}
+        rows = await self._reader.select("due_sessions", parameters)
         found = [self._deadlines.seen(SESSIONS.read(row)) for row in rows]
         # A session touched while this was read is not idle any more.
         return [session for session in found if _is_due(session, now)]
@@ -218,20 +230,23 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
     async def delete_snapshot(self, id: str) -> bool:
         return bool(await self._one(writes.DeleteSnapshot(id)))
 
-    async def removable_snapshots(self) -> list[SnapshotRecord]:
-        rows = await self._reader.select("removable_snapshots", {})
+    async def removable_snapshots(self, *, holder: str | None = None) -> list[SnapshotRecord]:
+        rows = await self._reader.select("removable_snapshots", {"holder": holder})
         return [SNAPSHOTS.read(row) for row in rows]
 
     async def anchored_snapshots(self, session: str) -> set[str]:
         rows = await self._reader.select("anchored_snapshots", {"session": session})
         return {row[0] for row in rows}
 
-    async def references(self) -> References:
+    async def references(self, *, holder: str | None = None) -> References:
+        query = "references" if holder is None else "references_held"
+        parameters = None if holder is None else {"holder": holder}
+
         def work(statements: Statements) -> References:
             layers: set[str] = set()
             images: set[str] = set()
             # One statement, so that both are of one instant.
-            for text, image in statements.stream("references"):
+            for text, image in statements.stream(query, parameters):
                 layers.update(decode_names(text))
                 if image is not None:
                     images.add(image)
@@ -254,6 +269,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
         supersede: bool = False,
         creates: bool = False,
         also: Sequence[writes.Write] = (),
+        holder: str | None = None,
     ) -> tuple[Operation, bool]:
         items = tuple(also)
         asked = Beginning(
@@ -268,6 +284,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
             supersede=supersede,
             creates=creates,
             also=items,
+            holder=holder,
         )
         grown = _sessions_with_events(items)
 
@@ -327,8 +344,8 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows):
 
         return await self._writer.submit(work, durable=True)
 
-    async def unfinished_operations(self) -> list[Operation]:
-        rows = await self._reader.select("unfinished_operations", {})
+    async def unfinished_operations(self, *, server: str | None = None) -> list[Operation]:
+        rows = await self._reader.select("unfinished_operations", {"server": server})
         return [OPERATIONS.read(row) for row in rows]
 
     # -- events -----------------------------------------------------------------------------

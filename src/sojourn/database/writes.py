@@ -29,7 +29,8 @@ class UpdateSession(msgspec.Struct, frozen=True):
     """-> Session after the change. One compare-and-swap on (state, epoch).
 
     `changes` maps fields of Session to new values; `id`, `tenant` and `created_at` cannot change,
-    `updated_at` is set by itself, `epoch` never shrinks, and `deleted` is final.
+    `updated_at` is set by itself, `epoch` never shrinks, and `deleted` is final; nobody holds a
+    deleted session.
     Raises SessionNotFound, StaleEpoch, WrongState, NameTaken.
     """
 
@@ -64,11 +65,13 @@ class DeleteSnapshot(msgspec.Struct, frozen=True):
 
 class SetStep(msgspec.Struct, frozen=True):
     """-> Operation. Record that a step is done, before the next one begins; `data` is merged into
-    what is there. Raises OperationNotFound, Conflict when it is finished already (superseded)."""
+    what is there. `server` says who runs it from now on. Raises OperationNotFound, Conflict when it
+    is finished already (superseded)."""
 
     operation: str
     step: str
     data: dict[str, Any] = {}
+    server: str | None = None
 
 
 class FinishOperation(msgspec.Struct, frozen=True):

@@ -72,7 +72,8 @@ class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a session is kept.
 
-    `idle_timeout` seconds without a call suspend it (None: never); `max_lifetime` seconds after
+    After `idle_timeout` seconds without a call `on_idle` happens (`suspend` or `delete`; None:
+    never), `max_lifetime` seconds after
     creation `on_expiry` happens (`suspend` or `delete`); both deadlines survive restarts.
     `auto_resume` lets exec and file access wake it. `on_stop` says what a clean stop of the
     server does with a running session: `adopt` leaves the sandbox running, to be taken over by
@@ -83,6 +84,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     auto_snapshot: AutoSnapshot = AutoSnapshot.TURN
     idle_timeout: float | None = 900.0
+    on_idle: str = "suspend"
     max_lifetime: float | None = None
     on_expiry: str = "suspend"
     auto_resume: bool = True
@@ -97,7 +99,8 @@ class Session(msgspec.Struct, frozen=True):
     `head` is the newest snapshot on the session's current line; `epoch` grows with each placement.
     `network` belongs to the session, not to a snapshot: a rollback leaves it as it is.
     `idle_deadline` and `lifetime_deadline` are absolute. `cause` says what broke, in state `failed`
-    and after a sandbox was lost.
+    and after a sandbox was lost. `holder` is the node that alone may change it and has its newest
+    local state, also while it is suspended; None: any node may take it, or there are no nodes.
     """
 
     id: str
@@ -123,6 +126,7 @@ class Session(msgspec.Struct, frozen=True):
     updated_at: float
     network: NetworkPolicy = NetworkPolicy()
     kind: SessionKind = SessionKind.SESSION
+    holder: str | None = None
 
     @property
     def live(self) -> bool:

@@ -1,12 +1,12 @@
 -- name: undurable_heads
 SELECT {snapshot} FROM snapshots
-WHERE durable_at IS NULL
+WHERE durable_at IS NULL AND (CAST(:node AS TEXT) IS NULL OR node = :node)
     AND EXISTS (SELECT 1 FROM sessions WHERE head = snapshots.id AND state <> 'deleted')
 ORDER BY created_at, id LIMIT :limit;
 
 -- name: undurable_others
 SELECT {snapshot} FROM snapshots
-WHERE durable_at IS NULL AND NOT hidden
+WHERE durable_at IS NULL AND NOT hidden AND (CAST(:node AS TEXT) IS NULL OR node = :node)
     AND EXISTS (SELECT 1 FROM sessions WHERE id = snapshots.session AND state <> 'deleted')
     AND NOT EXISTS (SELECT 1 FROM sessions WHERE head = snapshots.id AND state <> 'deleted')
 ORDER BY created_at, id LIMIT :limit;
@@ -50,6 +50,7 @@ SELECT sessions.id, sessions.head, head.durable_at IS NOT NULL,
     SELECT created_at FROM line WHERE durable_at IS NOT NULL)
 FROM sessions LEFT JOIN snapshots AS head ON head.id = sessions.head
 WHERE sessions.state <> 'deleted' AND (CAST(:tenant AS TEXT) IS NULL OR sessions.tenant = :tenant)
+    AND {held}
     AND (head.id IS NOT NULL OR EXISTS (
         SELECT 1 FROM snapshots WHERE session = sessions.id AND NOT hidden))
 ORDER BY sessions.created_at, sessions.id;

@@ -19,7 +19,9 @@ WHERE session = :session AND (began_at, id) > (:after_time, :after_id) AND (:all
 ORDER BY began_at, id LIMIT :limit;
 
 -- name: open_effects
-SELECT effect, snapshot, lasting, 0 FROM effects WHERE outcome = 'open'
+SELECT effect, snapshot, lasting, 0 FROM effects
+WHERE outcome = 'open' AND (CAST(:holder AS TEXT) IS NULL OR EXISTS (
+    SELECT 1 FROM sessions WHERE sessions.id = effects.session AND holder = :holder))
 ORDER BY began_at, id LIMIT :limit;
 
 -- name: effects_between

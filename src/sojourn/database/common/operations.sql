@@ -18,7 +18,8 @@ WHERE id = :id AND state IN ('pending', 'running')
 RETURNING {operation};
 
 -- name: unfinished_operations
-SELECT {operation} FROM operations WHERE state IN ('pending', 'running')
+SELECT {operation} FROM operations
+WHERE state IN ('pending', 'running') AND (CAST(:server AS TEXT) IS NULL OR server = :server)
 ORDER BY created_at, id;
 
 -- name: prune_operations

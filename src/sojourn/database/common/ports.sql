@@ -8,7 +8,10 @@ SELECT id FROM sessions WHERE id = :session AND state <> 'deleted';
 SELECT {port} FROM exposed_ports WHERE session = :session AND port = :port;
 
 -- name: list_ports
-SELECT {port} FROM exposed_ports WHERE CAST(:session AS TEXT) IS NULL OR session = :session
+SELECT {port} FROM exposed_ports
+WHERE (CAST(:session AS TEXT) IS NULL OR session = :session)
+    AND (CAST(:holder AS TEXT) IS NULL OR session IN (
+        SELECT id FROM sessions WHERE holder = :holder))
 ORDER BY session, port;
 
 -- name: delete_port

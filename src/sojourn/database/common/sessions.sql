@@ -22,4 +22,5 @@ WHERE name = :key AND state <> 'deleted' AND kind = 'session' LIMIT 2;
 
 -- name: count_sessions
 SELECT state, count(*) FROM sessions
-WHERE (CAST(:tenant AS TEXT) IS NULL OR tenant = :tenant) AND kind = 'session' GROUP BY state;
+WHERE (CAST(:tenant AS TEXT) IS NULL OR tenant = :tenant) AND kind = 'session' AND {held}
+GROUP BY state;

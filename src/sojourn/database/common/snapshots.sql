@@ -40,6 +40,9 @@ WITH candidates (id) AS (
         AND NOT EXISTS (SELECT 1 FROM snapshots AS child WHERE child.parent = snapshots.id))
 SELECT {snapshot} FROM snapshots
 WHERE id IN (SELECT id FROM candidates)
+    AND (CAST(:holder AS TEXT) IS NULL OR EXISTS (
+        SELECT 1 FROM sessions
+        WHERE sessions.id = snapshots.session AND (holder = :holder OR holder IS NULL)))
     AND NOT EXISTS (
         SELECT 1 FROM sessions WHERE sessions.head = snapshots.id AND sessions.state <> 'deleted')
     AND (durable_at IS NULL OR NOT EXISTS (

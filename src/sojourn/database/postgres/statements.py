@@ -18,7 +18,9 @@ from sojourn.database.engine import Duplicate, Parameters
 from sojourn.database.postgres.connections import Connection
 from sojourn.database.queries import Queries
 
-QUERIES = Queries("sojourn.database.postgres")
+# Of the beginning of the transaction: earlier than anything it waits for.
+_CLOCK = "CAST(extract(epoch FROM now()) AS double precision)"
+QUERIES = Queries("sojourn.database.postgres", clock=_CLOCK)
 
 _PARAMETER = re.compile(r"(?<![:\w]):([a-z]\w*)")
 _OPTIONAL = re.compile(r"IS NULL\s+OR\b|= '\{\}' OR")
@@ -32,6 +34,8 @@ _KEYS = {
     "snapshots_pkey": "snapshots.id",
     "tenants_pkey": "tenants.id",
     "tenants_name_key": "tenants.name",
+    "nodes_pkey": "nodes.id",
+    "node_names": "nodes.name",
 }
 """Constraints whose violation says what the caller did; those of others say that another one was
 first, and the transaction is begun again."""
@@ -96,11 +100,11 @@ class PostgresStatements:
         cursor = self._execute(query, parameters, assignments)
         return cursor.fetchall() if cursor.description is not None else []
 
-    def stream(self, query: str) -> Iterable[Any]:
+    def stream(self, query: str, parameters: Parameters | None = None) -> Iterable[Any]:
         # In portions, so that neither side holds all of it.
         with self._connection.cursor(f"stream_{query}") as cursor:
             cursor.itersize = 5000
-            cursor.execute(text_of(query).text)
+            cursor.execute(text_of(query).text, parameters)
             yield from cursor
 
     def count(self, query: str, parameters: Parameters) -> int:

@@ -13,6 +13,10 @@ up instead of failing and being repeated, as they would under SERIALIZABLE, and 
 sessions never meet. What no row lock can guard (a name or a key that two would take) a unique
 index decides, and what is removed while it is being referred to a foreign key; the one that loses
 is begun anew, reads what the other committed, and is refused by its proper name.
+
+A transaction in the name of a node's incarnation locks the row of the node's fence, with others of
+the node, in its first statement: whoever fences the node changes that row, so waits for those that
+are under way, and later ones find another incarnation there and change nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +33,12 @@ import msgspec
 import psycopg
 
 from sojourn.database.engine import Duplicate, Statements, Touched
+from sojourn.database.fences import fenced
 from sojourn.database.postgres.connections import Connection, Connections
 from sojourn.database.postgres.failures import away, is_lost, is_passing, translate, unknown
 from sojourn.database.postgres.statements import PostgresStatements, text_of
 from sojourn.errors import Conflict, SojournError
+from sojourn.model.nodes import Fence
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +58,7 @@ class Task(msgspec.Struct, frozen=True):
     work: Callable[[Statements], Any]
     touches: Touched
     level: str
+    fence: Fence | None = None
 
 
 def new_mark() -> str:
@@ -67,9 +74,12 @@ def marks_before(seconds: float) -> str:
 class Transactions:
     """Runs tasks, each in the thread it is called in."""
 
-    def __init__(self, connections: Connections, closing: threading.Event) -> None:
+    def __init__(
+        self, connections: Connections, closing: threading.Event, longest: float = LONGEST
+    ) -> None:
         self._connections = connections
         self._closing = closing
+        self._longest = longest
         self._shown = connections.place.shown
         self._patience = connections.place.patience
 
@@ -83,7 +93,7 @@ class Transactions:
             connection: Connection | None = None
             try:
                 connection = self._connections.get()
-                with self._connections.watched(connection, LONGEST):
+                with self._connections.watched(connection, self._longest):
                     _attempt(connection, task, mark, result)
                 return result[0]
             except Lost as error:
@@ -110,7 +120,7 @@ class Transactions:
             connection: Connection | None = None
             try:
                 connection = self._connections.get()
-                with self._connections.watched(connection, longest or LONGEST):
+                with self._connections.watched(connection, longest or self._longest):
                     return work(connection)
             except psycopg.Error as error:
                 if not is_lost(error, connection):
@@ -142,7 +152,7 @@ class Transactions:
             connection: Connection | None = None
             try:
                 connection = self._connections.get()
-                with self._connections.watched(connection, LONGEST):
+                with self._connections.watched(connection, self._longest):
                     return not PostgresStatements(connection).run("settle_commit", {"commit": mark})
             except psycopg.Error as error:
                 if connection is None or is_lost(error, connection):
@@ -158,12 +168,19 @@ def _attempt(connection: Connection, task: Task, mark: str, result: list[Any]) -
     statements = PostgresStatements(connection)
     connection.execute("BEGIN", prepare=False)
     try:
-        parameters = {
+        parameters: dict[str, Any] = {
             "commit": mark,
             "level": task.level,
             "sessions": sorted(task.touches.sessions),
         }
-        statements.run("open_transaction", parameters)
+        if task.fence is None:
+            statements.run("open_transaction", parameters)
+        else:
+            parameters["node"] = task.fence.node
+            parameters["incarnation"] = task.fence.incarnation
+            ((counts, _),) = statements.run("open_fenced_transaction", parameters)
+            if not counts:
+                raise fenced(task.fence)
         if task.touches.snapshots:
             statements.run("lock_snapshots", {"snapshots": sorted(task.touches.snapshots)})
         result.append(task.work(statements))

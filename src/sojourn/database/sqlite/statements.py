@@ -13,7 +13,9 @@ from typing import Any
 from sojourn.database.engine import Duplicate, Parameters
 from sojourn.database.queries import Queries
 
-QUERIES = Queries("sojourn.database.sqlite")
+# With the fractions of a second that `unixepoch` leaves out.
+_CLOCK = "((julianday('now') - 2440587.5) * 86400.0)"
+QUERIES = Queries("sojourn.database.sqlite", clock=_CLOCK)
 _UNIQUE = "UNIQUE constraint failed: "
 
 
@@ -36,8 +38,8 @@ class SqliteStatements:
                 raise Duplicate(str(error).rpartition(", ")[2].removeprefix(_UNIQUE)) from error
             raise
 
-    def stream(self, query: str) -> Iterable[Any]:
-        return self._connection.execute(QUERIES[query])
+    def stream(self, query: str, parameters: Parameters | None = None) -> Iterable[Any]:
+        return self._connection.execute(QUERIES[query], parameters or {})
 
     def count(self, query: str, parameters: Parameters) -> int:
         return self._connection.execute(QUERIES[query], parameters).rowcount

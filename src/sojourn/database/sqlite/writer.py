@@ -18,12 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sojourn.database.engine import NOTHING, Duplicate, Statements, Touched
+from sojourn.database.fences import Fences, fenced
 from sojourn.database.sqlite.failures import busy, closed, translate
 from sojourn.database.sqlite.migrate import open_file
 from sojourn.database.sqlite.reserve import Reserve
 from sojourn.database.sqlite.statements import SqliteStatements
-from sojourn.errors import Conflict, StorageFull
+from sojourn.errors import Conflict, NodeFenced, SojournError, StorageFull
+from sojourn.model.nodes import Fence
 
 _log = logging.getLogger(__name__)
 _BATCH = 64
@@ -33,19 +37,21 @@ _Outcome = tuple[Any, BaseException | None]
 
 
 class _Job:
-    __slots__ = ("durable", "future", "then", "urgent", "work")
+    __slots__ = ("durable", "fence", "future", "then", "urgent", "work")
 
     def __init__(
         self,
         work: Work,
         durable: bool,
         urgent: bool,
+        fence: Fence | None,
         future: asyncio.Future[Any],
         then: Callable[[Any], None] | None,
     ) -> None:
         self.work = work
         self.durable = durable
         self.urgent = urgent
+        self.fence = fence
         self.future = future
         self.then = then
 
@@ -54,6 +60,7 @@ class SqliteWriter:
     """Takes jobs from one event loop."""
 
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
+        self.fences = Fences()
         self._path = path
         self._loop = loop
         self._connection = open_file(path)
@@ -75,14 +82,19 @@ class SqliteWriter:
         durable: bool,
         touches: Touched = NOTHING,
         urgent: bool = False,
+        fence: Fence | msgspec.UnsetType | None = msgspec.UNSET,
+        apart: bool = False,
         then: Callable[[Any], None] | None = None,
     ) -> asyncio.Future[Any]:
         """See `sojourn.database.engine.Writer`. All are in order here, whatever they touch."""
         future: asyncio.Future[Any] = self._loop.create_future()
-        if self._closing:
-            future.set_exception(closed(self._path))
+        name = self.fences.current if fence is msgspec.UNSET else fence
+        refusal: SojournError | None
+        refusal = closed(self._path) if self._closing else self.fences.refusal(name)
+        if refusal is not None:
+            future.set_exception(refusal)
         else:
-            self._jobs.put(_Job(work, durable, urgent, future, then))
+            self._jobs.put(_Job(work, durable, urgent, name, future, then))
         return future
 
     async def close(self) -> None:
@@ -158,8 +170,13 @@ class SqliteWriter:
     def _run_job(self, job: _Job) -> _Outcome:
         connection = self._connection
         connection.execute("SAVEPOINT job")
+        statements = SqliteStatements(connection)
         try:
-            result = job.work(SqliteStatements(connection))
+            if job.fence is not None and not statements.run(
+                "check_fence", {"node": job.fence.node, "incarnation": job.fence.incarnation}
+            ):
+                raise fenced(job.fence)
+            result = job.work(statements)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the job's caller
             if connection.in_transaction:
                 connection.execute("ROLLBACK TO job")
@@ -192,19 +209,21 @@ class SqliteWriter:
 
     def _report(self, outcomes: list[tuple[_Job, _Outcome]]) -> None:
         try:
-            self._loop.call_soon_threadsafe(_deliver, outcomes)
+            self._loop.call_soon_threadsafe(self._deliver, outcomes)
         except RuntimeError:
             # The loop was closed without closing the database; nobody is left to be told.
             _log.warning("%d results of %s have no receiver", len(outcomes), self._path)
 
-
-def _deliver(outcomes: list[tuple[_Job, _Outcome]]) -> None:
-    for job, (result, error) in outcomes:
-        if error is None and job.then is not None:
-            job.then(result)
-        if job.future.done():
-            continue
-        if error is None:
-            job.future.set_result(result)
-        else:
-            job.future.set_exception(error)
+    # -- on the loop ------------------------------------------------------------------------
+    def _deliver(self, outcomes: list[tuple[_Job, _Outcome]]) -> None:
+        for job, (result, error) in outcomes:
+            if isinstance(error, NodeFenced):
+                self.fences.note(job.fence)
+            if error is None and job.then is not None:
+                job.then(result)
+            if job.future.done():
+                continue
+            if error is None:
+                job.future.set_result(result)
+            else:
+                job.future.set_exception(error)

@@ -4,6 +4,7 @@ SELECT {operation} FROM operations WHERE id = :id FOR NO KEY UPDATE;
 -- name: set_step
 UPDATE operations
 SET state = 'running', step = :step, data = :data, updated_at = :now,
+    server = coalesce(:server, server),
     step_number = step_number + CASE WHEN step IS DISTINCT FROM CAST(:step AS text) THEN 1 ELSE 0 END
 WHERE id = :id AND state IN ('pending', 'running')
 RETURNING {operation};

@@ -14,6 +14,7 @@ CROSS JOIN LATERAL (
     WHERE state = wanted.value
         AND (CAST(:tenant AS text) IS NULL OR tenant = :tenant)
         AND (CAST(:kind AS text) IS NULL OR kind = :kind)
+        AND {held}
         AND (CAST(:after_time AS double precision) IS NULL
             OR (created_at, id) < (:after_time, CAST(:after_id AS text)))
         AND (CAST(:labels AS jsonb) = '{}' OR labels @> CAST(:labels AS jsonb))
@@ -32,11 +33,12 @@ WHERE id = :id AND idle_deadline IS NOT NULL AND state <> 'deleted';
 SELECT {session} FROM (
     (SELECT * FROM sessions
         WHERE state IN ('running', 'paused') AND least(idle_deadline, lifetime_deadline) <= :now
+            AND {held}
         ORDER BY least(idle_deadline, lifetime_deadline), id LIMIT :limit)
     UNION ALL
     (SELECT * FROM sessions
         WHERE state IN ('suspended', 'failed') AND (policy ->> 'on_expiry') = 'delete'
-            AND lifetime_deadline <= :now
+            AND lifetime_deadline <= :now AND {held}
         ORDER BY lifetime_deadline, id LIMIT :limit)
 ) AS due
 ORDER BY least(idle_deadline, lifetime_deadline), id

@@ -9,6 +9,7 @@ RETURNING {session};
 SELECT {session} FROM sessions
 WHERE (:tenant IS NULL OR tenant = :tenant)
     AND (:kind IS NULL OR kind = :kind)
+    AND {held}
     AND state IN (SELECT value FROM json_each(:states))
     AND (:after_time IS NULL OR (created_at, id) < (:after_time, :after_id))
     AND NOT EXISTS (
@@ -28,10 +29,10 @@ WHERE id = :id AND idle_deadline IS NOT NULL AND state <> 'deleted';
 -- name: due_sessions
 -- The plus signs keep the planner to the index of lifetimes: most sessions are suspended.
 SELECT {session} FROM sessions
-WHERE (state IN ('running', 'paused') AND min(
+WHERE {held} AND ((state IN ('running', 'paused') AND min(
         coalesce(idle_deadline, 9e999), coalesce(lifetime_deadline, 9e999)) <= :now)
     OR (+state IN ('suspended', 'failed') AND lifetime_deadline <= :now
-        AND json_extract(policy, '$.on_expiry') = 'delete')
+        AND json_extract(policy, '$.on_expiry') = 'delete'))
 ORDER BY min(coalesce(idle_deadline, 9e999), coalesce(lifetime_deadline, 9e999)), id
 LIMIT :limit;
 
