@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractAsyncContextManager
@@ -185,10 +186,22 @@ def make_server(
     app: Any = create_app(service, shutdown=shutdown)
     if e2b_key is not None:
         app = E2B(app, service, e2b_key, shutdown, e2b)
+    return serve_app(app, shutdown, ready)
+
+
+def serve_app(
+    app: Any,
+    shutdown: Shutdown,
+    ready: Callable[[], None] = lambda: None,
+    *,
+    context: ssl.SSLContext | None = None,
+    protocol: type[HttpToolsProtocol] = _Protocol,
+) -> uvicorn.Server:
+    """A server of any application, not yet started; over TLS with a `context`."""
     config = uvicorn.Config(
         app,
         loop="none",
-        http=_Protocol,
+        http=protocol,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -200,6 +213,8 @@ def make_server(
         timeout_graceful_shutdown=STOP_SECONDS,
         backlog=1024,
     )
+    config.load()
+    config.ssl = context
     return _Server(config, shutdown, ready)
 
 

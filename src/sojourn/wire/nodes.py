@@ -1,0 +1,106 @@
+"""Schemas of nodes: what operators see of them, how one joins, and how it renews its certificate.
+
+Binary values are base64 strings, certificates and signing requests PEM texts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sojourn.wire.api import Request
+
+
+class NodeResources(msgspec.Struct, frozen=True):
+    """What a node has, or what the limits of the sandboxes on it add up to."""
+
+    cpus: float = 0.0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    sessions: int = 0
+
+
+class NodeInfo(msgspec.Struct, frozen=True):
+    """A node. `state` is what the operator wants (ready, cordoned, draining, removed); `ready` says
+    that it takes sessions now. `lease_left` are the seconds until it counts as gone; `lost` that
+    its sessions were taken from it."""
+
+    id: str
+    name: str
+    address: str
+    state: str
+    ready: bool
+    lost: bool
+    lease_left: float
+    labels: dict[str, str]
+    taints: list[str]
+    capacity: NodeResources
+    used: NodeResources
+    runtime: str | None
+    version: str
+    joined_at: float
+    seen_at: float | None
+
+
+class CreateNodeToken(Request, frozen=True):
+    """`labels` are given to the node that joins with it."""
+
+    labels: dict[str, str] = {}
+
+
+class NodeTokenInfo(msgspec.Struct, frozen=True):
+    """`token` lets one node join, once, until `expires_at`. `url` is where it joins."""
+
+    id: str
+    token: str
+    expires_at: float
+    url: str
+
+
+class JoinRequest(Request, frozen=True):
+    """`request` is the signing request for the key that the node made."""
+
+    token: str
+    name: str
+    request: str
+
+
+class JoinAnswer(msgspec.Struct, frozen=True):
+    """What a node needs from then on. `keys` are the deployment's, by the file each lies in."""
+
+    node: str
+    certificate: str
+    authority: str
+    database: str
+    store: str | None
+    store_key: bytes | None
+    keys: dict[str, bytes]
+    labels: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"JoinAnswer({self.node})"
+
+
+class RenewRequest(Request, frozen=True):
+    """`signature` is made over the new request with the key of the certificate of now."""
+
+    certificate: str
+    request: str
+    signature: bytes
+
+
+class RenewAnswer(msgspec.Struct, frozen=True):
+    """The next certificate."""
+
+    certificate: str
+
+
+class AuthorityInfo(msgspec.Struct, frozen=True):
+    """The certificate of the cluster's authority, which a token's fingerprint proves."""
+
+    authority: str
+
+
+class MigrateRequest(Request, frozen=True):
+    """Where to; None: the cluster chooses."""
+
+    node: str | None = None
