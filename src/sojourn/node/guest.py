@@ -42,6 +42,10 @@ class Guest(Protocol):
     async def close(self) -> None:
         """Drop the link for good."""
 
+    def give_up(self, cause: str) -> None:
+        """The sandbox is known to be gone: whoever waits, for an answer or in `attach`, raises
+        SandboxLost with the cause."""
+
     @property
     def attached(self) -> bool:
         """Whether the supervisor is connected now."""

@@ -142,7 +142,7 @@ class Connection:
         self._probe = 0
         self._silences = 0  # looks in a row that found nothing but an owed probe
         self._cause = ""  # of the loss
-        self._unanswering = False
+        self._lost_for_good = False
         self.hello: frames.Hello | None = None
         self.generation = 0  # grows with each interrupt: streams of before must not go on
 
@@ -306,7 +306,7 @@ class Connection:
         else:
             self._silences += 1
             if self._silences * PROBE_SECONDS >= SILENT_SECONDS:
-                self._unanswering = True
+                self._lost_for_good = True
                 cause = "the supervisor does not answer"
                 self._lose(cause, cause=cause)
 
@@ -322,6 +322,15 @@ class Connection:
         self._drop_stream()
         self._stream = None
         self._fail_all(SandboxLost(cause, **details))
+        for change in (self._arrived, self._left):
+            if change is not None and not change.done():
+                change.set_exception(SandboxLost(cause, **details))
+
+    def give_up(self, cause: str) -> None:
+        """The sandbox is known to be gone: nobody waits for its supervisor any more."""
+        if self._state not in (_State.CLOSED, _State.LOST):
+            self._lost_for_good = True
+            self._lose(cause)
 
     # -- coming and going -------------------------------------------------------------------
 
@@ -332,7 +341,7 @@ class Connection:
                 return
             if self._state is _State.CLOSED:
                 raise SandboxLost("the link is closed")
-            if self._unanswering:
+            if self._lost_for_good:
                 raise SandboxLost(self._cause)
             if not await self._arrival(deadline):
                 # Not only this caller may not wait: requests would else be kept for an attach that

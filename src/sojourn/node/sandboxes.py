@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 ATTACH_SECONDS = 30.0
 DETACH_SECONDS = 10.0
+_LOOK_SECONDS = 0.25
 
 BASE_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -84,6 +85,7 @@ class Sandbox:
         self.frozen = False
         self.at_rest = False
         self._quiet = 0
+        self.ended: str | None = None  # why, once it was seen while its supervisor was waited for
         self.reach = Reach.OFF
         self.environment: dict[str, str] = {}
 
@@ -130,6 +132,29 @@ class Sandbox:
             lowers, self.upper, self.directory / "work", self.spec.root, volatile=True
         )
 
+    async def _attach(self) -> None:
+        """Wait for the supervisor, but not for that of a sandbox that has ended meanwhile."""
+        with self._noticing_its_end():
+            await self.guest.attach(ATTACH_SECONDS)
+
+    @contextlib.contextmanager
+    def _noticing_its_end(self) -> Iterator[None]:
+        """End what waits for the supervisor once nothing of the sandbox is left."""
+        looking = asyncio.create_task(self._look_for_its_end())
+        try:
+            yield
+        finally:
+            looking.cancel()
+
+    async def _look_for_its_end(self) -> None:
+        # One that lives and does not answer may be frozen, or the machine busy.
+        status = SandboxStatus(True, False, [])
+        while status.alive or status.pids:
+            await asyncio.sleep(_LOOK_SECONDS)
+            status = await asyncio.to_thread(self.driver.status, self.spec)
+        self.ended = status.cause or "nothing of it is left"
+        self.guest.give_up(f"the sandbox has ended: {self.ended}")
+
     def _launch(self) -> None:
         if self.record.memory is not None:
             self.driver.restore(self.spec, self.store.image_path(self.record.memory.id))
@@ -159,24 +184,27 @@ class Sandbox:
             await asyncio.to_thread(self.prepare)
             # Reading back what is used costs as much as starting; both go on at once, and the
             # sandbox is handed out only when both are well.
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(asyncio.to_thread(self._launch))
-                tasks.create_task(self.guest.attach(ATTACH_SECONDS))
-                tasks.create_task(asyncio.to_thread(self._verify, trusted))
-            if gateway is not None:
-                await gateway(self.network_socket)
-            await self.guest.refresh(generation=generation, hostname=self.record.config.hostname)
-            if authority is not None:
-                await authorities.write(self.guest, authority)
-            await self.set_network(self.record.network)
-            await self.mark()
+            with contextlib.ExitStack() as stack:
+
+                async def launch() -> None:
+                    await asyncio.to_thread(self._launch)
+                    stack.enter_context(self._noticing_its_end())
+
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(launch())
+                    tasks.create_task(self.guest.attach(ATTACH_SECONDS))
+                    tasks.create_task(asyncio.to_thread(self._verify, trusted))
+                if gateway is not None:
+                    await gateway(self.network_socket)
+                await self._furnish(generation, authority)
         except Exception as error:
             first = _first(error)
             if isinstance(first, SandboxLost):
-                raise ResumeFailed(
-                    f"the sandbox started but its supervisor does not answer: {first.message}",
-                    **first.details,
-                ) from error
+                if self.ended is None:
+                    words = f"started but its supervisor does not answer: {first.message}"
+                else:
+                    words = f"ended as soon as it had started: {self.ended}"
+                raise ResumeFailed(f"the sandbox {words}", **first.details) from error
             if isinstance(first, OSError) and first.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFull(f"no room to start a sandbox: {first}") from error
             if isinstance(first, OSError):
@@ -184,6 +212,14 @@ class Sandbox:
             if first is error:
                 raise
             raise first from error
+
+    async def _furnish(self, generation: str, authority: bytes | None) -> None:
+        """What a sandbox gets once its supervisor answers."""
+        await self.guest.refresh(generation=generation, hostname=self.record.config.hostname)
+        if authority is not None:
+            await authorities.write(self.guest, authority)
+        await self.set_network(self.record.network)
+        await self.mark()
 
     def _verify(self, trusted: Callable[[LayerRef], bool]) -> None:
         for layer in self.record.layers:
@@ -203,7 +239,7 @@ class Sandbox:
         if status.frozen:
             await asyncio.to_thread(self.driver.thaw, self.spec)
             self.frozen = False
-        await self.guest.attach(ATTACH_SECONDS)
+        await self._attach()
         # What changed before the restart is unknown: no baseline means the next turn counts as
         # a change.
 
@@ -232,7 +268,7 @@ class Sandbox:
             await asyncio.to_thread(self.driver.freeze, self.spec)
         except SojournError:
             with contextlib.suppress(SandboxLost):
-                await self.guest.attach(ATTACH_SECONDS)
+                await self._attach()
             raise
         self.frozen = True
 
@@ -243,7 +279,7 @@ class Sandbox:
             await asyncio.to_thread(self.driver.thaw, self.spec)
             self.frozen = False
         if not self.guest.attached:
-            await self.guest.attach(ATTACH_SECONDS)
+            await self._attach()
 
     @contextlib.contextmanager
     def no_dials(self) -> Iterator[None]:
