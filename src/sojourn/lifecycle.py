@@ -214,9 +214,9 @@ def settled_deadline(session: Session, state: SessionState, now: float) -> float
 def expired(session: Session, now: float, *, busy: bool = False) -> Verb | None:
     """What must happen to a session whose time has come; None when nothing must.
 
-    An idle session is suspended, also a paused one, and never deleted for being idle. `busy` says
-    that calls are under way: it is not idle then. At the end of its lifetime the policy decides;
-    `lifetime_after` then marks it as spent.
+    An idle session is suspended, also a paused one, unless its policy says that it is deleted then.
+    `busy` says that calls are under way: it is not idle then. At the end of its lifetime the policy
+    decides; `lifetime_after` then marks it as spent.
     """
     lifetime = session.lifetime_deadline
     if lifetime is not None and lifetime <= now and session.state is not DELETED:
@@ -226,7 +226,7 @@ def expired(session: Session, now: float, *, busy: bool = False) -> Verb | None:
             return Verb.SUSPEND
     idle = session.idle_deadline
     if session.live and idle is not None and idle <= now and not busy:
-        return Verb.SUSPEND
+        return Verb.DELETE if session.policy.on_idle == "delete" else Verb.SUSPEND
     return None
 
 

@@ -114,6 +114,7 @@ CREATES: list[dict[str, Any]] = [
     {"policy": {"max_lifetime": 1e300}},
     {"policy": {"auto_snapshot": "sometimes"}},
     {"policy": {"on_expiry": "explode"}},
+    {"policy": {"on_idle": "explode"}},
     {"policy": {"on_stop": "explode"}},
     {"policy": {"auto_memory_bytes": -1}},
     {"policy": {"retention": {"keep_last": -1}}},

@@ -291,7 +291,7 @@ def test_info_tells_policy_and_durability(
 ) -> None:
     box.snapshot()
     shown = said(capsys, "session", "info", box.id)[1]
-    assert re.search(r"^policy +snapshots turn, idle after 900 s, adopt on stop", shown, re.M)
+    assert re.search(r"^policy +snapshots turn, suspend after 900 idle s, adopt on stop", shown, re.M)
     assert re.search(r"^keeps +for=3600,last=10,hourly=24,daily=30$", shown, re.M)
     assert re.search(r"^durable +yes, up to its head$", shown, re.M)
 

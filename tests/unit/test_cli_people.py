@@ -11,7 +11,7 @@ import pytest
 from sojourn.cli.history import as_tree
 from sojourn.cli.processes import command_of
 from sojourn.cli.service import object_store_facts
-from sojourn.cli.session import retention_rules
+from sojourn.cli.settings import retention_rules
 from sojourn.wire.api import ObjectStoreInfo
 
 

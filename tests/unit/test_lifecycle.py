@@ -161,7 +161,11 @@ def test_keep_alive_never_moves_the_idle_deadline_nearer(
         assert after >= max(present, now + seconds)
 
 
-def test_an_idle_session_is_suspended_and_never_deleted() -> None:
+def test_an_idle_session_is_suspended_and_deleted_only_where_that_was_said() -> None:
+    thrown_away = session(RUNNING, policy=Policy(on_idle="delete"), idle_deadline=50.0)
+    assert lifecycle.expired(thrown_away, 49.0) is None
+    assert lifecycle.expired(thrown_away, 50.0, busy=True) is None
+    assert lifecycle.expired(thrown_away, 50.0) is Verb.DELETE
     strict = Policy(on_expiry="delete", max_lifetime=1e6)
     for state in (RUNNING, PAUSED):
         idle = session(state, policy=strict, idle_deadline=50.0, lifetime_deadline=1e7)

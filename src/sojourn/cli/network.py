@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -13,7 +14,7 @@ from sojourn.cli.connection import session
 from sojourn.cli.output import counted, emit, facts, json_option, moment, safe, table
 
 if TYPE_CHECKING:
-    from sojourn.model.network import Effect, NetworkPolicy, NetworkRule
+    from sojourn.model.network import Denial, Effect, NetworkPolicy, NetworkRule
     from sojourn.wire.api import EffectInfo, EffectsLeft
 
 _TOLD = 3
@@ -62,11 +63,18 @@ def say_left(left: EffectsLeft | None) -> None:
 
 @click.command(
     "network",
-    help="Show what a session reaches, or set it: NETWORK is none, open or"
-    " allow=DOMAIN[:PORT][,...].",
+    help="Show what a session reaches, or change it. A CHANGE is allow=TARGET[,...],"
+    " deny=TARGET[,...], open, allowlist or none; what is not named stays as it is. TARGET is a"
+    " domain (example.com, *.example.com) or a network, with :PORT for another port than those of"
+    " the web; deny= also takes a rule's name. `none` also forgets what was allowed.",
 )
 @click.argument("ref", metavar="SESSION")
-@click.argument("wanted", metavar="[NETWORK]", required=False)
+@click.argument("changes", metavar="[CHANGE]...", nargs=-1)
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Set the whole policy to what CHANGE says: granted secrets and bounds go, too.",
+)
 @click.option(
     "--set",
     "file",
@@ -74,16 +82,42 @@ def say_left(left: EffectsLeft | None) -> None:
     help="File with a whole policy as JSON; - reads it from standard input.",
 )
 @json_option
-def network(ref: str, wanted: str | None, file: Path | None, as_json: bool) -> None:
+def network(
+    ref: str, changes: tuple[str, ...], replace: bool, file: Path | None, as_json: bool
+) -> None:
+    if file is not None and (changes or replace):
+        raise click.UsageError("give CHANGE or --set, not both")
+    if replace and len(changes) != 1:
+        raise click.UsageError("--replace takes one of none, open and allow=TARGET[,...]")
+    wanted = {} if replace else network_changes(changes)
     found = session(ref)
     if file is not None:
-        if wanted is not None:
-            raise click.UsageError("give NETWORK or --set, not both")
         found.set_network(_read(file))
-    elif wanted is not None:
-        found.set_network(wanted)
+    elif replace:
+        found.set_network(changes[0])
+    elif wanted:
+        found.change_network(**wanted)
     policy = found.network
     emit(policy, as_json, lambda: _show(policy))
+
+
+def network_changes(words: Sequence[str]) -> dict[str, Any]:
+    """The arguments of `change_network` that words on the command line say. Raises
+    click.UsageError."""
+    wanted: dict[str, Any] = {}
+    for word in words:
+        verb, equals, rest = word.partition("=")
+        targets = [one.strip() for one in rest.split(",") if one.strip()]
+        if word in ("open", "allowlist", "none"):
+            if wanted.setdefault("mode", word) != word:
+                raise click.UsageError(f"{wanted['mode']} and {word} exclude each other")
+        elif verb in ("allow", "deny") and equals and targets:
+            wanted.setdefault(verb, []).extend(targets)
+        else:
+            raise click.UsageError(
+                f"{word!r} is not allow=TARGET[,...], deny=TARGET[,...], open, allowlist or none"
+            )
+    return wanted
 
 
 def _read(file: Path) -> NetworkPolicy:
@@ -113,14 +147,39 @@ def _show(policy: NetworkPolicy) -> None:
 
 
 @click.command(
-    "effects", help="Show what left a session and cannot be taken back; --all also what only read."
+    "effects",
+    help="Show what left a session and cannot be taken back; --all also what only read; --denied"
+    " what its network policy did not let out.",
 )
 @click.argument("ref", metavar="SESSION")
 @click.option("--all", "everything", is_flag=True, help="Also requests that only read.")
+@click.option("--denied", is_flag=True, help="What was refused, with the rule that decided.")
 @json_option
-def effects(ref: str, everything: bool, as_json: bool) -> None:
+def effects(ref: str, everything: bool, denied: bool, as_json: bool) -> None:
+    if denied:
+        if everything:
+            raise click.UsageError("give --all or --denied, not both")
+        refused = session(ref).denials()
+        emit(refused, as_json, lambda: _show_denials(refused))
+        return
     listed = session(ref).effects(all=everything)
     emit(listed, as_json, lambda: _show_effects(listed))
+
+
+def _show_denials(refused: list[Denial]) -> None:
+    table(
+        ["LAST AT", "TIMES", "WHERE", "RULE", "REASON"],
+        [
+            (
+                moment(one.last_at),
+                one.count,
+                f"{one.host}:{one.port}" if one.host else "others",
+                one.rule,
+                one.reason,
+            )
+            for one in refused
+        ],
+    )
 
 
 def _show_effects(listed: list[EffectInfo]) -> None:

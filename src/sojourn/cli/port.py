@@ -59,7 +59,14 @@ def expose(
     emit(info, as_json, lambda: say(opening_url(info)))
 
 
-@port.command("ls", help="List the exposed ports of SESSION.")
+@port.command(
+    "ls",
+    help=(
+        "List the exposed ports of SESSION: the address for browsers, and the one by path for"
+        " programs that cannot look up its host name, which give the token as `Authorization:"
+        " Bearer`."
+    ),
+)
 @click.argument("session")
 @json_option
 def list_ports(session: str, as_json: bool) -> None:
@@ -67,9 +74,15 @@ def list_ports(session: str, as_json: bool) -> None:
 
     def show() -> None:
         table(
-            ["PORT", "KIND", "ACCESS", "ADDRESS"],
+            ["PORT", "KIND", "ACCESS", "ADDRESS", "BY PATH"],
             [
-                (one.port, one.kind, "public" if one.public else "token", opening_url(one))
+                (
+                    one.port,
+                    one.kind,
+                    "public" if one.public else "token",
+                    opening_url(one),
+                    one.path_url or "",
+                )
                 for one in found
             ],
         )

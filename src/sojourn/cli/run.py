@@ -17,7 +17,7 @@ import click
 from sojourn.cli.connection import connect
 from sojourn.cli.output import json_option, pairs, working
 from sojourn.cli.processes import AS_GIVEN, command_of, finish, run_command
-from sojourn.cli.session import session_options, start_arguments
+from sojourn.cli.settings import session_options, start_arguments
 
 if TYPE_CHECKING:
     from sojourn.client.sync_client import Sojourn

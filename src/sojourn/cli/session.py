@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +22,15 @@ from sojourn.cli.output import (
     table,
     working,
 )
+from sojourn.cli.settings import (
+    RULES,
+    limit_options,
+    limits_given,
+    policy_given,
+    policy_options,
+    session_options,
+    start_arguments,
+)
 
 if TYPE_CHECKING:
     from sojourn.model import Policy
@@ -34,102 +42,15 @@ def command() -> None:
     """The group itself does nothing."""
 
 
-def session_options(chosen: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of what starts a session."""
-    for option in reversed(
-        [
-            click.option("--template", default="debian", show_default=True, help="Template."),
-            click.option("--label", "labels", multiple=True, help="KEY=VALUE; may be repeated."),
-            click.option("--env", "-e", "env", multiple=True, help="KEY=VALUE in every command."),
-            click.option("--driver", help="Isolation driver; without it the node's default."),
-            click.option("--user", "-u", help="User of its commands."),
-            click.option("--cwd", "-w", help="Directory of its commands."),
-            click.option("--cpus", type=float, help="Cores."),
-            click.option("--memory-mib", type=int, help="Memory in MiB."),
-            click.option("--disk-mib", type=int, help="Files on top of the template, in MiB."),
-            click.option("--pids", type=int, help="Most processes."),
-            click.option(
-                "--network",
-                help="What it reaches: none, open or allow=DOMAIN[:PORT][,...]. [none]",
-            ),
-        ]
-    ):
-        chosen = option(chosen)
-    return chosen
-
-
-def start_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Those options as arguments of `sessions.create`."""
-    mib = 1024 * 1024
-    limits = {
-        "cpus": options["cpus"],
-        "memory_bytes": options["memory_mib"] and options["memory_mib"] * mib,
-        "disk_bytes": options["disk_mib"] and options["disk_mib"] * mib,
-        "pids": options["pids"],
-    }
-    given = {name: value for name, value in limits.items() if value is not None}
-    return {
-        "template": options["template"],
-        "labels": pairs(options["labels"], "--label"),
-        "env": pairs(options["env"], "--env"),
-        "driver": options["driver"],
-        "user": options["user"],
-        "cwd": options["cwd"],
-        "network": options["network"],
-        "limits": given or None,
-    }
-
-
-_KEEP = {
-    "for": "keep_all_for",
-    "last": "keep_last",
-    "hourly": "hourly",
-    "daily": "daily",
-    "weekly": "weekly",
-}
-
-
-def retention_rules(text: str) -> dict[str, float] | None:
-    """The retention policy that `--keep` asks for: rules that are not named keep nothing. None for
-    `all`. Raises click.BadParameter."""
-    if text == "all":
-        return None
-    rules: dict[str, float] = dict.fromkeys(_KEEP.values(), 0)
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        field = _KEEP.get(name.strip())
-        if field is None or not value.strip().isascii() or not value.strip().isdigit():
-            raise click.BadParameter(
-                f"{part!r} is not RULE=NUMBER with a rule of {', '.join(_KEEP)}",
-                param_hint="--keep",
-            )
-        rules[field] = int(value)
-    return rules
-
-
 @command.command("create", help="Make a session and start its sandbox. Prints its id.")
 @click.option("--name", "-n", help="Name, unique among your live sessions.")
 @session_options
-@click.option("--idle-timeout", type=float, help="Suspend after so many idle seconds; 0: never.")
-@click.option("--max-lifetime", type=float, help="Seconds after which --on-expiry happens.")
-@click.option("--on-expiry", type=click.Choice(["suspend", "delete"]), help="What then happens.")
-@click.option(
-    "--keep",
-    metavar="RULES",
-    help="Which automatic snapshots are kept: all, or rules such as hourly=24,daily=30,last=10.",
-)
+@policy_options
 @click.option("--no-auto-snapshot", is_flag=True, help="Take no snapshots by itself.")
 @click.option("--key", help="Idempotency key: the same key gives the same session.")
 @json_option
 def create(as_json: bool, name: str | None, key: str | None, **options: Any) -> None:
-    policy: dict[str, Any] = {}
-    if options["idle_timeout"] is not None:
-        policy["idle_timeout"] = options["idle_timeout"] or None
-    for field in ("max_lifetime", "on_expiry"):
-        if options[field] is not None:
-            policy[field] = options[field]
-    if options["keep"] is not None:
-        policy["retention"] = retention_rules(options["keep"])
+    policy = policy_given(options)
     if options["no_auto_snapshot"]:
         policy["auto_snapshot"] = "off"
     arguments = start_arguments(options)
@@ -173,7 +94,7 @@ def policy_text(policy: Policy) -> str:
     if policy.idle_timeout is None:
         parts.append("never idle")
     else:
-        parts.append(f"idle after {policy.idle_timeout:g} s")
+        parts.append(f"{policy.on_idle} after {policy.idle_timeout:g} idle s")
     if policy.max_lifetime is not None:
         parts.append(f"{policy.on_expiry} after {policy.max_lifetime:g} s")
     if not policy.auto_resume:
@@ -187,7 +108,7 @@ def retention_text(policy: Policy) -> str:
     """Which automatic snapshots are kept, in the words of `--keep`."""
     if policy.retention is None:
         return "all"
-    rules = {word: getattr(policy.retention, field) for word, field in _KEEP.items()}
+    rules = {word: getattr(policy.retention, field) for word, field in RULES}
     kept = [f"{word}={value:g}" for word, value in rules.items() if value]
     for word, spared in (
         ("labelled", policy.retention.labelled),
@@ -258,18 +179,42 @@ command.add_command(get)
 command.add_command(get, "info")
 
 
-@command.command("update", help="Change a session's name or labels.")
+@command.command(
+    "update",
+    help="Change a session's name, labels, limits and policy; what is not named stays as it is."
+    " `sojourn session network` changes what it reaches.",
+)
 @click.argument("ref", metavar="SESSION")
 @click.option("--name", "-n", help="New name; empty takes it away.")
-@click.option("--label", "labels", multiple=True, help="KEY=VALUE; these replace all labels.")
+@click.option("--label", "labels", multiple=True, help="KEY=VALUE to set; may be repeated.")
+@click.option("--unlabel", "unlabelled", multiple=True, help="KEY to take away; may be repeated.")
+@limit_options
+@policy_options
 @json_option
-def update(ref: str, name: str | None, labels: tuple[str, ...], as_json: bool) -> None:
+def update(
+    ref: str,
+    name: str | None,
+    labels: tuple[str, ...],
+    unlabelled: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    import msgspec
+
+    found = session(ref)
     changes: dict[str, Any] = {}
     if name is not None:
         changes["name"] = name or None
-    if labels:
-        changes["labels"] = pairs(labels, "--label")
-    changed = session(ref).update(**changes)
+    if labels or unlabelled:
+        kept = {key: value for key, value in found.labels.items() if key not in unlabelled}
+        changes["labels"] = kept | pairs(labels, "--label")
+    for field, given in (("limits", limits_given(options)), ("policy", policy_given(options))):
+        if given:
+            present = msgspec.to_builtins(getattr(found.info, field))
+            changes[field] = present | given
+    if not changes:
+        raise click.UsageError("name what is to change")
+    changed = found.update(**changes)
     emit(changed.info, as_json, lambda: show_session(changed.info))
 
 

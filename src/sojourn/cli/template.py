@@ -6,12 +6,15 @@ is refused or cut off makes no template.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from sojourn.cli.connection import connect
+from sojourn.cli.interrupts import interrupted_once
 from sojourn.cli.output import emit, facts, json_option, moment, safe, size, table, working
 from sojourn.wire.api import TemplateInfo
 
@@ -138,7 +141,11 @@ def build(
     if cold and from_session is None:
         raise click.UsageError("--cold goes with --from-session.")
     client = connect()
-    with working(f"Building {safe(name)}", quiet=as_json) as renew:
+    with (
+        interrupted_once(),
+        said_by_run(as_json),
+        working(f"Building {safe(name)}", quiet=as_json) as renew,
+    ):
 
         def tell(done: int, total: int | None) -> None:
             of = f" of {size(total)}" if total else ""
@@ -172,6 +179,26 @@ def build(
                 on_progress=tell,
             )
     emit(made, as_json, lambda: click.echo(_name(made)))
+
+
+@contextlib.contextmanager
+def said_by_run(quiet: bool) -> Iterator[None]:
+    """Shows what a RUN said that ended a build; as JSON it is in the error's details."""
+    from sojourn.errors import ContainerfileInvalid
+
+    try:
+        yield
+    except ContainerfileInvalid as error:
+        output = error.details.get("output")
+        if quiet or not isinstance(output, str):
+            raise
+        for line in output.splitlines():
+            click.echo(safe(line.replace("\t", "    ")), err=True)
+        raise ContainerfileInvalid(
+            error.message,
+            next_step="What it said last is above." if output else "It said nothing.",
+            **error.details,
+        ) from error
 
 
 def _argument(text: str) -> tuple[str, str]:

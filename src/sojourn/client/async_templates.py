@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from sojourn.client import core_templates
 from sojourn.client.async_transport import AsyncTransport
 from sojourn.client.core_templates import Progress
+from sojourn.errors import SojournError
 from sojourn.wire.api import TemplateInfo
 
 if TYPE_CHECKING:
@@ -82,18 +84,24 @@ class AsyncTemplates:
             base = await self._base(f"{name}-base", source, insecure)
         else:
             base = await self.get(source)
-        plan = core_builds.build(
+        building = core_builds.Building(
             name,
             instructions,
             base,
             network=network,
             limits=limits,
-            start=start,
             cache=cache,
             carry=core_templates.in_threads,
             on_step=on_step,
         )
-        return await self._transport.run(plan)
+        try:
+            made = await self._transport.run(building.run(start))
+        except BaseException:  # a cancelled build, too, leaves nothing behind
+            with contextlib.suppress(SojournError):  # what ended the build is what is told
+                await self._transport.run(building.end())
+            raise
+        await self._transport.run(building.end())
+        return made
 
     async def _base(self, name: str, source: str, insecure: bool) -> TemplateInfo:
         """The template of an image that FROM names, made anew only where the image is another."""

@@ -2,8 +2,8 @@
 
 Guarantee: each step runs in a sandbox as any command does; what it left is kept under a key over
 the step, what it stands on and what it reads, so the same step is not run twice; a step that fails
-makes no version. The session of the build is removed, also when a step fails; of a client that goes
-away it removes itself.
+makes no version. The session of the build is removed, also when a step fails or the build is
+interrupted; of a client that was killed it removes itself after some idle minutes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,29 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sojourn.client import core_files, core_sessions, core_templates
-from sojourn.client.core import JSON_TYPE, Content, Plan, Request, decode, json_body, session_path
+from sojourn.client.core import (
+    JSON_TYPE,
+    Content,
+    Plan,
+    Request,
+    decode,
+    json_body,
+    new_key,
+    session_path,
+)
 from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_sessions import LimitsLike
 from sojourn.errors import ContainerfileInvalid, TemplateNotFound
 from sojourn.images.containerfiles import Step, parse
 from sojourn.images.contexts import Context
-from sojourn.wire.api import ExecRequest, ExecResult, TemplateInfo, TemplateRequest
+from sojourn.wire.api import ExecRequest, ExecResult, SessionInfo, TemplateInfo, TemplateRequest
 
 if TYPE_CHECKING:
     from sojourn.images.sources import Sent
 
 _TAIL = 4000
 _LIFETIME = 6 * 3600.0
+_IDLE = 300.0
 _FORMAT = 1
 
 OnStep = Callable[[int, str, bool], object]
@@ -87,35 +97,16 @@ def is_image(base: str) -> bool:
     return "/" in base or ":" in base
 
 
-def build(
-    name: str,
-    instructions: Instructions,
-    base: TemplateInfo,
-    *,
-    network: NetworkLike | None,
-    limits: LimitsLike | None,
-    start: bool,
-    cache: bool,
-    carry: Callable[[Iterable[bytes]], Content],
-    on_step: OnStep | None,
-) -> Plan[TemplateInfo]:
-    """Build and publish. `carry` makes of pieces what the transport sends."""
-    builder = _Builder(name, instructions, base, network, limits, cache, carry, on_step)
-    try:
-        made = yield from builder.run(start)
-    except Exception:
-        yield from builder.end()
-        raise
-    yield from builder.end()
-    return made
+class Building:
+    """A build under way. `run` it, and `end` it whatever came of that, an interruption too.
+    `carry` makes of pieces what the transport sends."""
 
-
-class _Builder:
     def __init__(
         self,
         name: str,
         instructions: Instructions,
         base: TemplateInfo,
+        *,
         network: NetworkLike | None,
         limits: LimitsLike | None,
         cache: bool,
@@ -131,6 +122,7 @@ class _Builder:
         self._carry = carry
         self._on_step = on_step
         self._session: str | None = None
+        self._making_key: str | None = None
         self._reference = base.name if base.version is None else f"{base.name}@{base.version}"
         self._key = _key(None, [_FORMAT, self._reference, base.layer, base.created_at])
         self._state = _State(
@@ -144,6 +136,7 @@ class _Builder:
         )
 
     def run(self, start: bool) -> Plan[TemplateInfo]:
+        """Build and publish."""
         for step in self._steps:
             yield from self._take(step)
         ref = yield from self._running()
@@ -155,6 +148,12 @@ class _Builder:
         return made
 
     def end(self) -> Plan[None]:
+        """Delete the session of the build, if there is one."""
+        if self._making_key is not None:
+            # The request to make it was cut off and may have arrived: the same key finds what it
+            # made.
+            self._session = (yield from self._make(self._making_key)).id
+            self._making_key = None
         if self._session is not None:
             ref, self._session = self._session, None
             yield from core_sessions.delete(ref)
@@ -228,26 +227,33 @@ class _Builder:
     def _running(self) -> Plan[str]:
         """The session of the build, at the state of the last step."""
         if self._session is None:
-            info = yield from core_sessions.create(
-                template=self._reference,
-                name=None,
-                labels={"building": self._name},
-                env=None,
-                limits=self._limits,
-                policy={
-                    "auto_snapshot": "off",
-                    "idle_timeout": None,
-                    "max_lifetime": _LIFETIME,
-                    "on_expiry": "delete",
-                },
-                network=self._network,
-                driver=None,
-                user="root",
-                cwd="/",
-                key=None,
-            )
-            self._session = info.id
+            self._making_key = new_key()
+            info = yield from self._make(self._making_key)
+            self._session, self._making_key = info.id, None
         return self._session
+
+    def _make(self, key: str) -> Plan[SessionInfo]:
+        info = yield from core_sessions.create(
+            template=self._reference,
+            name=None,
+            labels={"building": self._name},
+            env=None,
+            limits=self._limits,
+            policy={
+                "auto_snapshot": "off",
+                # Of a client that was killed nobody else deletes it.
+                "idle_timeout": _IDLE,
+                "on_idle": "delete",
+                "max_lifetime": _LIFETIME,
+                "on_expiry": "delete",
+            },
+            network=self._network,
+            driver=None,
+            user="root",
+            cwd="/",
+            key=key,
+        )
+        return info
 
     def _execute(self, step: Step, ref: str) -> Plan[None]:
         state = self._state

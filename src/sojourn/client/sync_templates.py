@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from sojourn.client import core_templates
 from sojourn.client.core_templates import Progress
 from sojourn.client.transport import Transport
+from sojourn.errors import SojournError
 from sojourn.wire.api import TemplateInfo
 
 if TYPE_CHECKING:
@@ -82,18 +84,24 @@ class Templates:
             base = self._base(f"{name}-base", source, insecure)
         else:
             base = self.get(source)
-        plan = core_builds.build(
+        building = core_builds.Building(
             name,
             instructions,
             base,
             network=network,
             limits=limits,
-            start=start,
             cache=cache,
             carry=iter,
             on_step=on_step,
         )
-        return self._transport.run(plan)
+        try:
+            made = self._transport.run(building.run(start))
+        except BaseException:  # Ctrl-C, too, leaves nothing behind
+            with contextlib.suppress(SojournError):  # what ended the build is what is told
+                self._transport.run(building.end())
+            raise
+        self._transport.run(building.end())
+        return made
 
     def _base(self, name: str, source: str, insecure: bool) -> TemplateInfo:
         """The template of an image that FROM names, made anew only where the image is another."""

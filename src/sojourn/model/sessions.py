@@ -73,10 +73,9 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a session is kept.
 
     After `idle_timeout` seconds without a call `on_idle` happens (`suspend` or `delete`; None:
-    never), `max_lifetime` seconds after
-    creation `on_expiry` happens (`suspend` or `delete`); both deadlines survive restarts.
-    `auto_resume` lets exec and file access wake it. `on_stop` says what a clean stop of the
-    server does with a running session: `adopt` leaves the sandbox running, to be taken over by
+    never), `max_lifetime` seconds after creation `on_expiry` (likewise); both deadlines survive
+    restarts. `auto_resume` lets exec and file access wake it. `on_stop` says what a clean stop of
+    the server does with a running session: `adopt` leaves the sandbox running, to be taken over by
     the next server, `suspend` puts it away. `auto_memory_bytes` is what memory images of
     automatic snapshots may take; the oldest lose their image first (their files stay).
     `retention` says which automatic snapshots are kept (None: all).

@@ -64,6 +64,8 @@ def check_policy(policy: Policy) -> Policy:
                 f"policy.{field} must be a positive number of seconds, not {value}",
                 field=f"policy.{field}",
             )
+    if policy.on_idle not in ("suspend", "delete"):
+        raise InvalidRequest("policy.on_idle is suspend or delete", field="policy.on_idle")
     if policy.on_expiry not in ("suspend", "delete"):
         raise InvalidRequest("policy.on_expiry is suspend or delete", field="policy.on_expiry")
     if policy.on_stop not in ("adopt", "suspend"):
