@@ -19,6 +19,7 @@ from pathlib import Path
 from sojourn import faultpoints
 from sojourn.errors import IntegrityError, SandboxLost, SojournError, StaleEpoch, Unsupported
 from sojourn.model import LayerRef, Limits, SessionState
+from sojourn.model.nodes import Resources
 from sojourn.node import mounts
 from sojourn.node.isolation.base import Driver, SandboxStatus
 from sojourn.node.records import (
@@ -151,6 +152,16 @@ class NodeAgent:
             if sandbox.since is not None:
                 used.add(sandbox.since[1].id)
         return used
+
+    def committed(self) -> Resources:
+        """What the limits of all sandboxes here add up to."""
+        limits = [sandbox.record.limits for sandbox in self._sandboxes.values()]
+        return Resources(
+            cpus=sum(one.cpus for one in limits),
+            memory_bytes=sum(one.memory_bytes for one in limits),
+            disk_bytes=sum(one.disk_bytes for one in limits),
+            sessions=len(limits),
+        )
 
     @property
     def count(self) -> int:

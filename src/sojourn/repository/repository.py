@@ -121,6 +121,19 @@ class Repository(OpenedRepository):
                 continue  # written by another server just now: look at its epoch
         raise Conflict(f"the record of session {session.id} is being written by others")
 
+    def stored_session(self, tenant: str, session: str) -> tuple[SessionRecord | None, str | None]:
+        """A session's record that is there, if it can be read, and its version: for whoever reads
+        it before what it is to say, and then calls `replace_session`."""
+        return self._stored_session(self.domain(tenant), session)
+
+    def replace_session(self, record: SessionRecord, version: str | None) -> None:
+        """Write a session's record in place of the one of this version (None: of none). Raises
+        Conflict when another one was written meanwhile."""
+        domain = self.domain(record.session.tenant)
+        key = domain.session_key(record.session.id)
+        payload = msgspec.msgpack.encode(record)
+        domain.put_object(SESSION, key, payload, create=version is None, replaces=version)
+
     def _stored_session(
         self, domain: Domain, session: str
     ) -> tuple[SessionRecord | None, str | None]:

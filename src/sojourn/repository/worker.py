@@ -60,6 +60,13 @@ class Named(msgspec.Struct, frozen=True):
     id: str
 
 
+class Replace(msgspec.Struct, frozen=True):
+    """The arguments of a replacement."""
+
+    record: SessionRecord
+    version: str | None
+
+
 class _Worker:
     def __init__(self, start: Start) -> None:
         self._start = start
@@ -70,6 +77,10 @@ class _Worker:
             "collect": (float, self._collect),
             "put_tenant": (TenantRecord, lambda record: self._opened().put_tenant(record)),
             "put_session": (SessionRecord, lambda record: self._opened().put_session(record)),
+            "replace_session": (
+                Replace,
+                lambda one: self._opened().replace_session(one.record, one.version),
+            ),
             "delete_session": (
                 Named,
                 lambda one: self._opened().delete_session(one.tenant, one.id),

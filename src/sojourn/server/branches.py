@@ -242,6 +242,7 @@ class Branches:
             created_at=now,
             updated_at=now,
             network=inherited(parent.network),
+            holder=self._context.holder,
         )
         active = await self._insert(session)
         async with active.gate.closed("fork"):

@@ -17,8 +17,7 @@ from sojourn.database.records import SnapshotRecord
 from sojourn.errors import TemplateNotFound, UnknownTemplate
 from sojourn.model import LayerRef, MemoryRef, Session, SessionKind
 from sojourn.model.snapshots import SnapshotConfig
-from sojourn.server.threads import in_thread
-from sojourn.store.base import Store
+from sojourn.server.manifests import Manifests
 from sojourn.wire.api import TemplateInfo
 
 LAST = "last"
@@ -52,9 +51,9 @@ def split_reference(ref: str) -> tuple[str, str | None]:
 class Catalog:
     """Looks templates up."""
 
-    def __init__(self, database: Database, store: Store, node: Iterable[Template]) -> None:
+    def __init__(self, database: Database, manifests: Manifests, node: Iterable[Template]) -> None:
         self._database = database
-        self._store = store
+        self._manifests = manifests
         self.node = {template.name: template for template in node}
 
     async def find(self, tenant: str, ref: str) -> Template:
@@ -68,7 +67,7 @@ class Catalog:
         except TemplateNotFound as error:
             known = ", ".join(sorted(await self._names(tenant)))
             raise UnknownTemplate(f"{error.message} (known: {known})", field="template") from error
-        snapshot = await in_thread(lambda: self._store.read_snapshot(record.id))
+        snapshot = await self._manifests.read(record.id)
         return Template(
             name=f"{name}@{record.label}",
             layer=snapshot.layers[0],
@@ -148,7 +147,7 @@ class Catalog:
         self, template: Session, record: SnapshotRecord, versions: Iterable[SnapshotRecord]
     ) -> TemplateInfo:
         """A version as the API shows it. Raises IntegrityError."""
-        snapshot = await in_thread(lambda: self._store.read_snapshot(record.id))
+        snapshot = await self._manifests.read(record.id)
         config, image = snapshot.config, snapshot.config.image
         return TemplateInfo(
             name=template.name or "",

@@ -12,14 +12,23 @@ import msgspec
 
 from sojourn.database.base import Database
 from sojourn.database.writes import UpdateSession, Write
-from sojourn.errors import OutcomeUnknown, SandboxLost, SessionNotFound, SojournError, WrongState
+from sojourn.errors import (
+    OutcomeUnknown,
+    SandboxLost,
+    SessionNotFound,
+    SojournError,
+    StaleEpoch,
+    WrongState,
+)
 from sojourn.model import Session, SessionState
 from sojourn.node.agent import NodeAgent
 from sojourn.node.sandboxes import Sandbox
 from sojourn.server.catalog import Catalog, Template
 from sojourn.server.gateways import EgressSettings
 from sojourn.server.guards import StoreGuard
+from sojourn.server.manifests import Manifests
 from sojourn.server.networks import Networks
+from sojourn.server.nodes.identity import NodeIdentity
 from sojourn.server.ports import Ports, PortSettings
 from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.replication import Replicator
@@ -33,7 +42,10 @@ _AGAIN_SECONDS = 1.0
 
 
 class Context:
-    """The server's parts, wired once by `service_factory`."""
+    """The server's parts, wired once by `service_factory`. `node` is who this server is where there
+    are several nodes; None: it is alone."""
+
+    node: NodeIdentity | None = None
 
     def __init__(
         self,
@@ -50,15 +62,17 @@ class Context:
         authority: Path,
         data: Path,
         port_settings: PortSettings,
+        node: NodeIdentity | None = None,
     ) -> None:
         self.database = database
         self.store = store
         self.agent = agent
-        self.catalog = Catalog(database, store, templates)
+        self.manifests = Manifests(database, store, source, replicator, several=node is not None)
+        self.catalog = Catalog(database, self.manifests, templates)
         self.server = server
         self.replicator = replicator
         self.source = source
-        self.node = "local"
+        self.node = node
         self.registry = Registry(database, replicator.changed)
         self.secrets = secrets
         self.networks = Networks(
@@ -75,6 +89,31 @@ class Context:
         self.registry.watch(self.ports.committed)
         self.guard = StoreGuard()
         self._chores: set[asyncio.Task[Any]] = set()
+
+    @property
+    def holder(self) -> str | None:
+        """Who holds the sessions of this server; None where it is alone."""
+        return self.node.id if self.node is not None else None
+
+    @property
+    def node_name(self) -> str:
+        """The machine, as sessions and the status name it."""
+        return self.node.id if self.node is not None else "local"
+
+    def require_lease(self) -> None:
+        """Raise NodeUnavailable where this node may not act now."""
+        if self.node is not None:
+            self.node.lease.require()
+
+    @property
+    def losses(self) -> int:
+        """How often the lease was over: what was seen of a sandbox while it was says nothing."""
+        return self.node.lease.losses if self.node is not None else 0
+
+    @property
+    def may_act(self) -> bool:
+        """Whether this server may act: it is alone, or holds its lease."""
+        return self.node is None or self.node.lease.held
 
     def sandbox(self, active: ActiveSession) -> Sandbox:
         """The running sandbox of a session. Raises WrongState, SandboxLost."""
@@ -107,10 +146,27 @@ class Context:
             before, name = active.gate.settling, f"what became of {session.id}"
             active.gate.settling = self.soon(self._settle_record(session, before), name)
             raise
+        except StaleEpoch:
+            if self.node is not None:
+                await self.refresh(active)
+            raise
         updated = results[-1]
         assert isinstance(updated, Session)
         self.registry.update(updated)
         return updated
+
+    async def refresh(self, active: ActiveSession) -> None:
+        """Read a session's record again that somebody else changed: it may be another node's by
+        now."""
+        try:
+            session = await self.database.get_session(None, active.id)
+        except SessionNotFound:
+            self.registry.drop(active)
+            return
+        if session.holder == self.holder:
+            self.registry.update(session)
+        else:
+            self.registry.leave(active, session)
 
     async def _settle_record(self, held: Session, before: asyncio.Task[Any] | None) -> None:
         """Hold what the database has of a session, as soon as that can be read."""

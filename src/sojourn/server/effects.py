@@ -25,6 +25,7 @@ from sojourn.gateway.messages import Began, Ended, Withheld
 from sojourn.model import Session
 from sojourn.model.network import Denial, Effect, OnEffects, lasting
 from sojourn.server.registry import Registry
+from sojourn.telemetry import declared
 from sojourn.wire.api import EffectInfo, EffectPage, EffectsLeft
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,12 @@ class Effects:
 
         Raises SessionNotFound, StorageFull: it must not leave then."""
         if isinstance(message, Ended | Withheld):
-            self._ended.append(message.effect if isinstance(message, Ended) else message.denial)
+            if isinstance(message, Ended):
+                self._ended.append(message.effect)
+                declared.GATEWAY_REQUESTS.add(message.effect.kind, message.effect.outcome)
+            else:
+                self._ended.append(message.denial)
+                declared.GATEWAY_DENIALS.add(amount=message.denial.count)
             self._told += 1
             if self._flushing is None or self._flushing.done():
                 self._flushing = asyncio.create_task(self._flush_soon(), name="effects")
@@ -149,7 +155,9 @@ class Effects:
     async def interrupt(self) -> None:
         """Mark what was under way as interrupted: no gateway process knows of it any more."""
         await self.flush()
-        while found := await self._database.open_effects(limit=_MOST_AT_ONCE):
+        taker = self._registry.taker
+        holder = taker.id if taker is not None else None
+        while found := await self._database.open_effects(limit=_MOST_AT_ONCE, holder=holder):
             over = {"outcome": "interrupted", "ended_at": time.time()}
             await self._write([msgspec.structs.replace(one.effect, **over) for one in found])
 

@@ -97,6 +97,7 @@ class Imports:
             archive = await in_thread(lambda: self._open(file, expect, secret, stop), stop)
             with _forged():
                 session = _session(who, archive, name)
+            session = msgspec.structs.replace(session, holder=self._context.holder)
             if session.name is not None:
                 await self._require_free(who, session.name)
             return await self._take(who, archive, session, stop)
@@ -106,7 +107,7 @@ class Imports:
     async def _require_free(self, who: Principal, name: str) -> None:
         """Refuse a name that is taken before anything is done; the commit decides."""
         with contextlib.suppress(SessionNotFound):
-            found = await self._context.registry.find(who.tenant, name)
+            found = await self._context.registry.look(who.tenant, name)
             raise NameTaken(
                 f"session {found.id} has the name {name!r}",
                 next_step="Give another name (--name), or delete that session.",

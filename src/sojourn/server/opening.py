@@ -41,8 +41,17 @@ _LOOK_SECONDS = 0.2
 class StoreOpening:
     """Opens one object store, at the latest when it is needed. `root` is the node's own store."""
 
-    def __init__(self, database: Database, url: str, secret: bytes | None, root: Path) -> None:
+    def __init__(
+        self,
+        database: Database,
+        url: str,
+        secret: bytes | None,
+        root: Path,
+        *,
+        several: bool = False,
+    ) -> None:
         self._database = database
+        self._several = several  # nodes, none of which has all that there is
         self._url = url
         self._secret = secret
         self._root = root
@@ -145,6 +154,8 @@ class StoreOpening:
             found = await _in_daemon(self._open)
             store = ObjectStore(self._url, found.config.id)
             if known is not None and known.repository != store.repository:
+                if self._several:
+                    raise _another(known, "this is another one")
                 await self._require_all_here(known)
             if store != known and await self._database.use_object_store(store) and known:
                 log.warning("another object store than before: everything is sent to it anew")

@@ -8,6 +8,7 @@ begins, and whatever ends the server, the next one takes the operation up again 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,12 +25,14 @@ from sojourn.errors import (
     IdempotencyMismatch,
     Interrupted,
     SessionBusy,
+    SessionElsewhere,
     SojournError,
     StorageFull,
     Unreachable,
     from_body,
     to_body,
 )
+from sojourn.server import observing
 from sojourn.server.base import Principal
 from sojourn.server.context import Context
 from sojourn.server.registry import GATE_SECONDS, ActiveSession
@@ -37,6 +40,7 @@ from sojourn.server.registry import GATE_SECONDS, ActiveSession
 log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
+_LOOK_FIRST, _LOOK_MOST = 0.05, 1.0  # at an operation that another node runs
 
 
 class Run:
@@ -51,6 +55,7 @@ class Run:
         self.active = active
         self.data: dict[str, Any] = dict(operation.data)
         self.done = False
+        self.elsewhere = False  # another node goes on with it
         self.actor = str(operation.request.get("actor", "server"))
 
     @property
@@ -63,6 +68,7 @@ class Run:
         faultpoints.reach(f"{self.operation.verb}.{step}.before")
         self.data.update(data)
         self.operation = await self.context.database.set_step(self.operation.id, step, data)
+        observing.step(self.operation.verb, step)
         faultpoints.reach(f"{self.operation.verb}.{step}")
 
     def finish(self, result: Any) -> FinishOperation:
@@ -125,8 +131,10 @@ class Operations:
         """Begin a verb and run it in the background. A key seen before answers its operation.
 
         Verbs on one session are serialised: this waits for the one before.
-        Raises SessionBusy when that takes longer than a minute, IdempotencyMismatch.
+        Raises SessionBusy when that takes longer than a minute, IdempotencyMismatch,
+        SessionElsewhere, NodeUnavailable.
         """
+        self._context.require_lease()
         deadline = asyncio.get_running_loop().time() + GATE_SECONDS
         while True:
             try:
@@ -140,8 +148,12 @@ class Operations:
                     supersede=supersede,
                     creates=creates,
                     also=also,
+                    holder=self._context.holder,
                 )
                 break
+            except SessionElsewhere:
+                await self._context.refresh(active)
+                raise
             except SessionBusy:
                 left = deadline - asyncio.get_running_loop().time()
                 if left <= 0 or not await self.join(active.id, left):
@@ -177,7 +189,10 @@ class Operations:
 
     def run(self, operation: Operation, active: ActiveSession) -> asyncio.Task[Operation]:
         """Run (or take up again) an operation in the background."""
-        task = self._context.soon(self._execute(operation, active), f"operation {operation.id}")
+        work = observing.observed(
+            operation, active.session.epoch, self._execute(operation, active)
+        )
+        task = self._context.soon(work, f"operation {operation.id}")
         self._tasks[operation.id] = task
         self._of_session[active.id] = operation.id
         task.add_done_callback(lambda _: self._forget(operation.id, active.id))
@@ -197,7 +212,7 @@ class Operations:
         try:
             await self._bodies[operation.verb](run)
             faultpoints.reach(f"{operation.verb}.end")
-            if not run.done:
+            if not run.done and not run.elsewhere:
                 raise SojournError(f"the operation {operation.verb} ended without a result")
         except SojournError as error:
             return await self._fail(run, error)
@@ -241,6 +256,21 @@ class Operations:
         task = self._tasks.get(operation)
         if task is not None:
             await asyncio.wait({task}, timeout=timeout)
+        if self._context.node is not None:
+            await self._wait_elsewhere(operation, timeout)
+
+    async def _wait_elsewhere(self, operation: str, timeout: float) -> None:
+        """Wait for one that another node runs, or goes on with."""
+        pause = _LOOK_FIRST
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not (await self._context.database.get_operation(None, operation)).finished:
+                    await asyncio.sleep(pause)
+                    pause = min(pause * 2, _LOOK_MOST)
+
+    def runs(self, operation: str) -> bool:
+        """Whether an operation is under way here."""
+        return operation in self._tasks
 
     async def join(self, session: str, timeout: float) -> bool:
         """Wait for the session's operation under way; whether it ended."""

@@ -27,6 +27,7 @@ from sojourn.server.context import Context
 from sojourn.server.operations import Run
 from sojourn.server.registry import ActiveSession
 from sojourn.server.snapshots import Snapshots
+from sojourn.telemetry import declared, tracing
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Placements:
         session = active.session
         if active.doomed:
             raise Interrupted(f"session {session.id} is being deleted", next_step="")
+        self._context.require_lease()
         layers = snapshot.layers
         if len(layers) > _MOST_LAYERS:
             # Forks of running forks grow the chain without ever being put away.
@@ -103,7 +105,9 @@ class Placements:
         )
         verb = run.operation.verb
         faultpoints.reach(f"{verb}.place")
-        record = await self._start(session, record)
+        source = "files" if record.memory is None else "memory"
+        with tracing.span("place", sojourn__source=source), declared.PLACE_SECONDS.time(source):
+            record = await self._start(session, record)
         faultpoints.reach(f"{verb}.start")
         now = time.time()
         try:
@@ -117,7 +121,7 @@ class Placements:
                     "state": SessionState.RUNNING,
                     "epoch": record.epoch,
                     "sandbox": record.sandbox,
-                    "node": self._context.node,
+                    "node": self._context.node_name,
                     "cause": None,
                     "idle_deadline": settled_deadline(session, SessionState.RUNNING, now),
                     **changes,
@@ -234,9 +238,13 @@ class Placements:
         except SandboxLost as error:
             await self.lost(active, error.message)
             return False
+        losses = self._context.losses
         status = await asyncio.to_thread(sandbox.status)
         if status.alive:
             return True
+        self._context.require_lease()
+        if self._context.losses != losses:
+            return True  # it stood still while this looked
         await self.lost(active, status.cause or "the sandbox ended")
         return False
 

@@ -119,8 +119,27 @@ class Ports:
 
     async def load(self) -> None:
         """Know what an earlier server exposed, before its sandboxes are taken over."""
-        for port in await self._database.list_ports():
+        taker = self._registry.taker
+        holder = taker.id if taker is not None else None
+        for port in await self._database.list_ports(holder=holder):
             self._exposed.setdefault(port.session, {})[port.port] = port
+
+    async def arrived(self, session: str) -> None:
+        """Serve what a session exposes that came to this node. Idempotent."""
+        ports = await self._database.list_ports(session)
+        if not ports:
+            return
+        async with self._changing:
+            self._exposed[session] = {port.port: port for port in ports}
+            missing = await self._listen_to_all()
+        if missing and (self._again is None or self._again.done()):
+            self._again = asyncio.create_task(self._listen_again(), name="exposed ports")
+        self._starting = asyncio.create_task(self._started(), name="gateway for ports")
+
+    def left(self, session: str) -> None:
+        """Serve nothing more of a session that went to another node."""
+        for port in self._exposed.pop(session, {}).values():
+            self._withdraw(port)
 
     async def start(self, received: Callable[[channel.Message], None]) -> None:
         """Listen for what is exposed. `received` gets what the gateway tells."""

@@ -43,13 +43,17 @@ class Reconciler:
     async def recover(self) -> None:
         """Adopt, finish, reap. Raises only when the database or the host cannot be used at all."""
         database = self._context.database
-        unfinished = {op.session: op for op in await database.unfinished_operations()}
+        holder = self._context.holder
+        found = await database.unfinished_operations(server=holder)
+        unfinished = {op.session: op for op in found}
         forking = {op.session for op in unfinished.values() if op.verb == Verb.FORK}
         sessions: list[Session] = []
         cursor: str | None = None
         states = {SessionState.CREATING, SessionState.RUNNING, SessionState.PAUSED}
         while True:
-            page = await database.list_sessions(None, states=states, limit=500, after=cursor)
+            page = await database.list_sessions(
+                None, states=states, limit=500, after=cursor, holder=holder
+            )
             sessions += page.items
             cursor = page.next
             if cursor is None:
@@ -70,7 +74,7 @@ class Reconciler:
         if reaped:
             log.info("removed what %d sandboxes had left: %s", len(reaped), ", ".join(reaped[:10]))
         await self._snapshots.forget_unrecorded()
-        for operation in await database.unfinished_operations():
+        for operation in await database.unfinished_operations(server=holder):
             # Read again: what settling recorded in them counts.
             await self._again(operation)
 

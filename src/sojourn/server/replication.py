@@ -15,23 +15,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from blake3 import blake3
 
 from sojourn import faultpoints
 from sojourn.database.base import Database
 from sojourn.database.records import SnapshotRecord
 from sojourn.errors import (
-    IntegrityError,
     Interrupted,
-    ObjectMissing,
-    SessionNotFound,
     SnapshotNotFound,
     SojournError,
     StaleEpoch,
@@ -41,16 +36,16 @@ from sojourn.errors import (
     StoreUnreachable,
     Unsupported,
 )
-from sojourn.model import Session, SessionState, SnapshotKind
-from sojourn.repository.marking import each
+from sojourn.model import Session, SnapshotKind
 from sojourn.repository.repository import Repository
-from sojourn.repository.session_records import SessionRecord, SnapshotNote, TenantRecord
 from sojourn.server.guards import StoreGuard
 from sojourn.server.opening import StoreOpening
 from sojourn.server.pauses import Pauses
 from sojourn.server.sender import Sender
 from sojourn.server.sources import RepositorySource
+from sojourn.server.stored_records import StoredRecords
 from sojourn.store.local import LocalStore
+from sojourn.telemetry import declared, tracing
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +56,7 @@ _BATCH = 50
 _COLLECT_FIRST = 900.0  # seconds after the start that the object store is collected at the latest
 _COLLECT_GRACE = 3600.0  # seconds that what nothing needs is kept
 _SLOW_SECONDS = 300.0
+_DUTY_SECONDS = 120.0
 
 
 class StoreSettings(msgspec.Struct, frozen=True):
@@ -89,23 +85,29 @@ class ReplicationStatus(msgspec.Struct, frozen=True):
 class Replicator:
     """The worker of one server. Without a URL it does nothing and says so."""
 
-    def __init__(self, database: Database, settings: StoreSettings, root: Path) -> None:
+    def __init__(
+        self,
+        database: Database,
+        settings: StoreSettings,
+        root: Path,
+        holder: str | None = None,
+    ) -> None:
         self._database = database
+        self._holder = holder
         self.settings = settings
         self._opening: StoreOpening | None = None
         if settings.url is not None:
-            self._opening = StoreOpening(database, settings.url, settings.secret, root)
+            self._opening = StoreOpening(
+                database, settings.url, settings.secret, root, several=holder is not None
+            )
             self._sender = Sender(settings.url, root)
             self._collector = Sender(settings.url, root)
         self._wake = asyncio.Event()
         self._hurry: set[str] = set()
-        self._changed: set[str] = set()
+        self._records = StoredRecords(database, lambda: self._sender, holder)
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._task: asyncio.Task[None] | None = None
-        self._unread: set[str] = set()  # sessions whose records were not looked at since the start
-        self._lost: set[str] = set()  # sessions whose records the store has not, or not whole
-        self._tenants: set[str] = set()
-        self._snapshots, self._sessions = Pauses(), Pauses()
+        self._snapshots, self._sessions = Pauses(), self._records.pauses
         self._collecting: asyncio.Task[None] | None = None
         self._collect_at = time.monotonic() + min(_COLLECT_FIRST, settings.collect_every)
         self._error: str | None = None
@@ -146,14 +148,7 @@ class Replicator:
         """Begin to replicate; every live session's record is looked at once."""
         if self.settings.url is None:
             return
-        cursor: str | None = None
-        while True:
-            page = await self._database.list_sessions(None, limit=500, after=cursor, kind=None)
-            self._changed.update(session.id for session in page.items)
-            self._unread.update(session.id for session in page.items)
-            cursor = page.next
-            if cursor is None:
-                break
+        await self._records.note_all()
         self._task = asyncio.create_task(self._work(), name="replication")
 
     async def stop(self) -> None:
@@ -187,14 +182,14 @@ class Replicator:
     def changed(self, session: Session) -> None:
         """A session's record was committed: there may be something to copy."""
         if self.settings.url is not None:
-            self._changed.add(session.id)
+            self._records.changed(session.id)
             self._wake.set()
 
     def removed(self, session: str) -> None:
         """A snapshot of a session is given up: its record is another, and what the store has of
         the snapshot may go once its row is gone."""
         if self.settings.url is not None:
-            self._changed.add(session)
+            self._records.changed(session)
             self._wake.set()
 
     async def durable(self, snapshot: str, timeout: float) -> SnapshotRecord:
@@ -300,10 +295,9 @@ class Replicator:
         assert self._opening is not None
         repository = await self._opening.repository()
         self._sender.expect(repository)
-        due = await self._send()
-        if self._unread:
-            await self._look_for_lost(repository)
-        await self._record()
+        due = await self._send(repository)
+        await self._records.look_for_lost(repository, self._is_stopping)
+        await self._records.round(repository, self._is_stopping)
         await self._evict()
         self._collect_now_and_then(repository)
         return min(due, _LOOK_SECONDS)
@@ -321,8 +315,20 @@ class Replicator:
         self._collector.expect(repository)
         self._collecting = asyncio.create_task(self._collect(), name="collect objects")
 
+    def _is_stopping(self) -> bool:
+        return self._stopping
+
+    async def _has_duty(self, duty: str, seconds: float) -> bool:
+        """Whether this server does what one of several does for all of them."""
+        if self._holder is None:
+            return True
+        return await self._database.hold_duty(duty, self._holder, lease=seconds)
+
     async def _collect(self) -> None:
         try:
+            # Two at once would lose nothing, and only do the same work twice.
+            if not await self._has_duty("collect objects", self.settings.collect_every):
+                return
             freed = await self._collector.collect(_COLLECT_GRACE)
         except (SojournError, OSError) as error:
             if not self._stopping:
@@ -330,42 +336,21 @@ class Replicator:
             return
         log.info("the object store was collected and gave %d bytes back", freed)
 
-    async def _look_for_lost(self, repository: Repository) -> None:
-        """Once after a start: the records that were written and cannot be read any more are to be
-        written again, or a recovery would miss their sessions."""
-        found: set[str] = set()
-        for tenant in await self._database.list_tenants():
-            found.update(await asyncio.to_thread(self._readable, repository, tenant.id))
-            if self._stopping:
-                return
-        self._lost = self._unread - found
-        self._unread = set()
-
-    def _readable(self, repository: Repository, tenant: str) -> set[str]:
-        """The sessions of a tenant with a record that can be read."""
-        found: set[str] = set()
-
-        def read(id: str) -> None:
-            if self._stopping:
-                return
-            with contextlib.suppress(IntegrityError, ObjectMissing):
-                repository.read_session(tenant, id)
-                found.add(id)
-
-        each(repository.session_ids(tenant), read)
-        return found
-
     async def _remove(self) -> None:
         database = self._database
+        if not await self._has_duty("remove objects", _DUTY_SECONDS):
+            return
         while removals := await database.store_removals(limit=200):
-            # Before the store may lose it: what no row refers to any more is not counted on.
-            self._source.forget(await database.durable_objects())
+            # Before the store may lose it: what no row refers to any more is not counted on. Nodes
+            # of several keep by themselves what a snapshot that is not durable needs (`_evict`).
+            if self._holder is None:
+                self._source.forget(await database.durable_objects())
             for removal in removals:
                 await self._sender.remove(removal.kind, removal.tenant, removal.object)
             faultpoints.reach("replicate.remove")
             await database.forget_removals([removal.id for removal in removals])
 
-    async def _send(self) -> float:
+    async def _send(self, repository: Repository) -> float:
         """Send what is due. Heads come first, and are looked for again after each snapshot. It ends
         at times also where there is always more: what comes after it must have its turn."""
         end = time.monotonic() + _LOOK_SECONDS
@@ -375,7 +360,7 @@ class Replicator:
             chosen, due = await self._choose()
             if chosen is None:
                 return due
-            await self._send_one(chosen)
+            await self._send_one(chosen, repository)
         return _AT_ONCE
 
     async def _choose(self) -> tuple[SnapshotRecord | None, float]:
@@ -383,7 +368,7 @@ class Replicator:
         limit = _BATCH
         while True:
             due = _LOOK_SECONDS
-            records = await self._database.undurable_snapshots(limit=limit)
+            records = await self._database.undurable_snapshots(limit=limit, node=self._holder)
             for record in records:
                 wait = self._wait(record)
                 if wait <= 0:
@@ -402,20 +387,23 @@ class Replicator:
         # A clock set back must not make a snapshot wait for long.
         return min(record.created_at + self.settings.delay - time.time(), self.settings.delay)
 
-    async def _send_one(self, record: SnapshotRecord) -> None:
+    async def _send_one(self, record: SnapshotRecord, repository: Repository) -> None:
         try:
             snapshot = await asyncio.to_thread(self._store.read_snapshot, record.id)
             parent = None
             if record.parent is not None:
                 with contextlib.suppress(SojournError):
                     parent = await asyncio.to_thread(self._store.read_snapshot, record.parent)
-            await self._tenant(record.tenant)
-            await self._announce(record.session)
-            sent = await self._sender.push(record.tenant, snapshot, parent)
+            await self._records.tenant(record.tenant)
+            await self._records.announce(record.session, repository)
+            with tracing.span("store push", sojourn__snapshot=record.id) as span:
+                sent = await self._sender.push(record.tenant, snapshot, parent)
+                span.set(sojourn__bytes=sent)
             self._sent += sent
+            declared.STORE_SENT_BYTES.add(amount=sent)
             faultpoints.reach("replicate.push")
             # The record first: what counts as durable is what a recovery would find.
-            await self._record_one(record.session, sent=record.id)
+            await self._records.write(record.session, repository, sent=record.id)
             if not await self._database.mark_durable(
                 record.id, fingerprint=snapshot.fingerprint, at=time.time()
             ):
@@ -448,7 +436,7 @@ class Replicator:
             self._snapshots.put_off(record.id, repr(error))  # a fault over this one alone, maybe
             raise
         self._snapshots.clear(record.id)
-        self._changed.add(record.session)
+        self._records.changed(record.session)
         self._source.note(record)
         self._done(record.id)
 
@@ -472,94 +460,6 @@ class Replicator:
             if not future.done():
                 future.set_exception(told)
 
-    # -- records ----------------------------------------------------------------------------
-
-    async def _tenant(self, tenant: str) -> None:
-        if tenant not in self._tenants:
-            found = await self._database.get_tenant(tenant)
-            record = TenantRecord(found.id, found.name, found.created_at)
-            await self._sender.put_tenant(record)
-            self._tenants.add(tenant)
-
-    async def _announce(self, session: str) -> None:
-        """A session's record is there before its first snapshot: snapshots without a record are
-        those of a deleted session."""
-        if await self._database.record_digest(session) is None:
-            await self._record_one(session)
-
-    async def _record(self) -> None:
-        self._changed.update(self._sessions.over())
-        while self._changed and not self._stopping:
-            session = self._changed.pop()
-            try:
-                await self._record_one(session)
-            except StaleEpoch:
-                continue
-            except (StoreUnreachable, StoreKeyInvalid, Interrupted):
-                self._changed.add(session)
-                raise
-            except SojournError as error:
-                # One record that cannot be written must not hold up the others.
-                self._sessions.put_off(session, str(error))
-                log.error("the record of session %s cannot be written: %s", session, error)
-            except BaseException:
-                self._changed.add(session)
-                raise
-
-    async def _record_one(self, id: str, *, sent: str | None = None) -> None:
-        """Write a session's record when it differs from what was written last. `sent` is a
-        snapshot that the store has though its row does not say so yet. Raises StaleEpoch when the
-        session is another server's now; it is left alone from then on."""
-        database = self._database
-        try:
-            session = await database.get_session(None, id)
-        except SessionNotFound:
-            self._sessions.clear(id)
-            return  # deleted: on the list of removals
-        notes = [
-            SnapshotNote(one.id, one.label, one.thinned, one.turn, one.parent)
-            for one in await database.list_snapshots(id)
-            if one.durable_at is not None or one.id == sent
-        ]
-        head = session.head
-        if head is not None:
-            found = await database.get_snapshot(None, head, hidden=True)
-            while found.durable_at is None and found.id != sent and found.parent is not None:
-                found = await database.get_snapshot(None, found.parent, hidden=True)
-            head = found.id if found.durable_at is not None or found.id == sent else None
-        if session.state is SessionState.CREATING and head is None:
-            return
-        settled = msgspec.structs.replace(
-            session,
-            head=head,
-            state=SessionState.SUSPENDED,
-            sandbox=None,
-            node=None,
-            idle_deadline=None,
-            cause=None,
-            updated_at=session.created_at,
-        )
-        owner = await database.server_id()
-        record = SessionRecord(settled, notes, 0.0, owner)
-        digest = blake3(msgspec.msgpack.encode(record)).hexdigest()
-        if digest == await database.record_digest(id) and id not in self._lost:
-            if not math.isinf(self._sessions.left(id)):
-                self._sessions.clear(id)
-            return
-        await self._tenant(session.tenant)
-        stamped = msgspec.structs.replace(record, written_at=time.time())
-        try:
-            await self._sender.put_session(stamped)
-        except StaleEpoch as error:
-            self._sessions.give_up(id, error.message)
-            log.error("%s", error)
-            raise
-        self._sessions.clear(id)
-        self._lost.discard(id)
-        faultpoints.reach("replicate.record")
-        with contextlib.suppress(SessionNotFound):
-            await database.note_record(id, digest)
-
     # -- cache ------------------------------------------------------------------------------
 
     async def _evict(self) -> None:
@@ -570,12 +470,26 @@ class Replicator:
         if await asyncio.to_thread(self._store.usage) <= limit:
             return
         async with self._guard.collecting():
-            keep = self._in_use()
+            keep = self._in_use() | await self._needed_here()
             freed = await asyncio.to_thread(
                 self._store.evict, limit, keep=keep, durable=self._source.has
             )
         if freed:
             log.info("the local cache gave %d bytes back", freed)
+
+    async def _needed_here(self) -> set[str]:
+        """What snapshots of this disk need that the object store does not have yet: where other
+        nodes remove snapshots, an object may go from the store that was durable by those alone."""
+        if self._holder is None:
+            return set()
+        limit = 1000
+        while True:
+            records = await self._database.undurable_snapshots(limit=limit, node=self._holder)
+            if len(records) < limit:
+                break
+            limit *= 4
+        images = {record.image for record in records if record.image is not None}
+        return images.union(*(record.layers for record in records))
 
 
 def _nowhere() -> Unsupported:

@@ -117,6 +117,7 @@ class Requests:
             created_at=now,
             updated_at=now,
             network=network,
+            holder=self._context.holder,
         )
         active = ActiveSession(session)
         body = msgspec.to_builtins(request)
@@ -211,7 +212,7 @@ class Requests:
     async def _check_free(self, who: Principal, name: str, key: str | None) -> None:
         """Refuse a taken name before anything is done; the database decides when it is used."""
         with contextlib.suppress(SessionNotFound):
-            await self._context.registry.find(who.tenant, name)
+            await self._context.registry.look(who.tenant, name)
             if key and await self._context.database.keyed_operation(who.tenant, key):
                 return  # taken by this very request when it came first: it is answered again
             raise NameTaken(f"another session is called {name!r}", name=name)
@@ -267,7 +268,7 @@ class Requests:
             for id in ids:
                 try:
                     sessions.append(
-                        await self.newest(await self._context.registry.find(operation.tenant, id))
+                        await self.newest(await self._context.registry.look(operation.tenant, id))
                     )
                 except SessionNotFound:
                     continue  # deleted since
@@ -275,7 +276,7 @@ class Requests:
         if operation.verb in _SESSION_VERBS:
             try:
                 result = await self.newest(
-                    await self._context.registry.find(operation.tenant, operation.session)
+                    await self._context.registry.look(operation.tenant, operation.session)
                 )
             except SessionNotFound:
                 result = None
@@ -294,7 +295,7 @@ class Requests:
         await self._operations.wait(operation, timeout)
         return await self.operation(who, operation)
 
-    async def newest(self, active: ActiveSession) -> SessionInfo:
+    async def newest(self, session: Session) -> SessionInfo:
         """The session with its deadline as calls have moved it, which no commit tells of."""
-        newest = await self._context.database.get_session(None, active.id)
-        return session_info(newest, self._operations.current(active.id))
+        newest = await self._context.database.get_session(None, session.id)
+        return session_info(newest, self._operations.current(session.id))

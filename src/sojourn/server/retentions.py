@@ -60,7 +60,9 @@ class Retentions:
         seen: set[str] = set()
         cursor: str | None = None
         while True:
-            page = await database.list_sessions(None, limit=500, after=cursor)
+            page = await database.list_sessions(
+                None, limit=500, after=cursor, holder=self._context.holder
+            )
             for session in page.items:
                 seen.add(session.id)
                 if self._is_due(session, time.time()):
@@ -101,7 +103,9 @@ class Retentions:
         removed: list[str] = []
         now = time.time()
         while (decision := await self._decide(session, now)).remove:
-            active = self._context.registry.hold(session)
+            active = await self._context.registry.still(session)
+            if active is None:
+                return removed
             async with active.gate.closed("retention"):
                 session = active.session
                 if session.state is SessionState.DELETED:
@@ -128,7 +132,7 @@ class Retentions:
             return decision
         # Asked for only when it matters, which is seldom.
         needed = await database.anchored_snapshots(session.id)
-        for operation in await database.unfinished_operations():
+        for operation in await database.unfinished_operations(server=self._context.holder):
             for place in (operation.data, operation.request):
                 needed.update(str(place[key]) for key in ("point", "snapshot") if place.get(key))
         return decide(records, needed, policy, now)

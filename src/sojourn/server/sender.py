@@ -22,7 +22,7 @@ from sojourn.model import Snapshot
 from sojourn.repository.repository import Repository
 from sojourn.repository.serving import LENGTH, encode_frame
 from sojourn.repository.session_records import SessionRecord, TenantRecord
-from sojourn.repository.worker import Named, Push, Start
+from sojourn.repository.worker import Named, Push, Replace, Start
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,10 @@ class Sender:
     async def put_session(self, record: SessionRecord) -> None:
         """As `Repository.put_session`."""
         await self._call("put_session", record)
+
+    async def replace_session(self, record: SessionRecord, version: str | None) -> None:
+        """As `Repository.replace_session`."""
+        await self._call("replace_session", Replace(record, version))
 
     async def remove(self, kind: str, tenant: str, id: str) -> None:
         """As `Repository.delete_session` or `Repository.delete_snapshot`."""

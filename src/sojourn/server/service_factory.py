@@ -31,6 +31,8 @@ from sojourn.server.catalog import Template
 from sojourn.server.context import Context
 from sojourn.server.data import data_lock
 from sojourn.server.gateways import EgressSettings
+from sojourn.server.nodes.identity import NodeIdentity, NodeSettings
+from sojourn.server.nodes.starting import start_node
 from sojourn.server.ports import PortSettings
 from sojourn.server.replication import Replicator, StoreSettings
 from sojourn.server.secrets import Secrets
@@ -48,11 +50,15 @@ _SETTLE_SECONDS = 10.0
 _THREADS = 64
 
 
+def scope_of(data: Path) -> str:
+    """What two servers on one machine, which share cgroups and runtime directories, are kept apart
+    by; the same after a restart."""
+    return hashlib.blake2b(os.fsencode(data.resolve()), digest_size=6).hexdigest()
+
+
 def make_drivers(data: Path) -> dict[str, Driver]:
     """The drivers this host can run, the default one first. Raises HostUnfit when there is none."""
-    # Two servers on one machine share cgroups and runtime directories: the scope, made from the
-    # data directory, keeps them apart and is the same after a restart.
-    scope = hashlib.blake2b(os.fsencode(data.resolve()), digest_size=6).hexdigest()
+    scope = scope_of(data)
     drivers: dict[str, Driver] = {}
     reasons = []
     try:
@@ -85,13 +91,15 @@ async def open_service(
     egress: EgressSettings | None = None,
     ports: PortSettings | None = None,
     database_at: str | None = None,
+    node: NodeSettings | None = None,
 ) -> AsyncIterator[Sessions]:
     """A running session service over a data directory, which is made when it is new. `objects` is
     the object store that makes snapshots durable; None: snapshots stay on this disk only. `egress`
     says how connections of sessions leave, `ports` where exposed ports are reached. `database_at`
-    is the path or URL of a database that does not lie in the data directory.
+    is the path or URL of a database that does not lie in the data directory. `node` says that it is
+    one of several nodes with this database and object store.
 
-    Raises HostUnfit, IntegrityError, StorageFull, StoreKeyInvalid, StoreRefused.
+    Raises HostUnfit, IntegrityError, StorageFull, StoreKeyInvalid, StoreRefused, NodeNotFound.
     """
     if os.geteuid() != 0:
         raise HostUnfit("the node agent must run as root", next_step="Run it as root.")
@@ -102,14 +110,16 @@ async def open_service(
         opened.enter_context(data_lock(data))
         database = await open_database(database_at or data / "sojourn.db")
         opened.push_async_callback(database.close)
-        await database.own()
-        await _token(database, data)
-        replicator = Replicator(database, objects or StoreSettings(), data / "store")
+        if node is None:
+            await database.own()
+            await _token(database, data)
+        holder = node.id if node is not None else None
+        replicator = Replicator(database, objects or StoreSettings(), data / "store", holder)
         opened.push_async_callback(replicator.close)
         await replicator.open()
         _announce(data, replicator)
         source = RepositorySource(replicator.open_repository)
-        source.learn(await database.durable_objects())
+        source.learn(await database.durable_objects(holder=holder))
         store = await asyncio.to_thread(LocalStore, data / "store", source=source)
         templates = await asyncio.to_thread(_templates, store)
         drivers = await asyncio.to_thread(make_drivers, data)
@@ -123,12 +133,18 @@ async def open_service(
         opened.push_async_callback(agent.close)
         for template in templates:
             agent.trust_template(template.layer)
+        identity: NodeIdentity | None = None
+        if node is not None:
+            identity = await start_node(
+                database, data, scope_of(data), node, drivers, agent.committed
+            )
+            opened.push_async_callback(identity.close)
         context = Context(
             database=database,
             store=store,
             agent=agent,
             templates=templates,
-            server=await database.server_id(),
+            server=holder or await database.server_id(),
             replicator=replicator,
             source=source,
             secrets=Secrets(database, data),
@@ -136,6 +152,7 @@ async def open_service(
             authority=data / "authority",
             data=data,
             port_settings=ports or PortSettings(),
+            node=identity,
         )
         opened.push_async_callback(context.ports.close)
         opened.push_async_callback(context.networks.close)

@@ -29,6 +29,7 @@ from sojourn.server.exports import Export, Exports
 from sojourn.server.files import FileTurn
 from sojourn.server.history import History
 from sojourn.server.imports import Imports
+from sojourn.server.observing import Observing
 from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
 from sojourn.server.ports import Ports
@@ -118,6 +119,7 @@ class Sessions:
         self._exports = Exports(context, self._snapshots, self._turns, self._requests)
         self._imports = Imports(context, self._snapshots)
         self._wakes = Wakes(context.database, context.ports, context.registry, self._turns)
+        self._observing = Observing(context)
         self._timers = Timers(
             context, self._operations, self._placements, self._snapshots, Quotas(context)
         )
@@ -144,9 +146,11 @@ class Sessions:
         await self._context.replicator.start()
         await self._context.ports.start(self._wakes.received)
         self._timers.start()
+        self._observing.start()
 
     async def stop(self) -> None:
         """Finish what runs, put away the sessions whose policy says so, leave the others be."""
+        self._observing.stop()
         await self._wakes.stop()
         await self._timers.stop()
         who = Principal(tenant="", actor="server stop", role="operator")
@@ -194,7 +198,7 @@ class Sessions:
 
     async def get(self, who: Principal, ref: str) -> SessionInfo:
         """One session."""
-        return await self._requests.newest(await self._context.registry.find(who.tenant, ref))
+        return await self._requests.newest(await self._context.registry.look(who.tenant, ref))
 
     async def list(
         self,
@@ -239,8 +243,8 @@ class Sessions:
 
     async def standing(self, who: Principal, ref: str) -> tuple[str, int]:
         """State and epoch of a session."""
-        active = await self._context.registry.find(who.tenant, ref)
-        return str(active.state), active.session.epoch
+        session = await self._context.registry.look(who.tenant, ref)
+        return str(session.state), session.epoch
 
     async def usage(self, who: Principal, ref: str) -> Usage:
         """What a running session uses."""

@@ -121,6 +121,7 @@ class Snapshots:
             ),
             layers=[layer.id for layer in snapshot.layers],
             image=memory.id if memory else None,
+            node=self._context.holder,
         )
 
     async def make_head(
@@ -314,8 +315,9 @@ class Snapshots:
         )
 
     async def read(self, snapshot: str) -> Snapshot:
-        """The manifest. Raises SnapshotNotFound, IntegrityError."""
-        return await asyncio.to_thread(self._context.store.read_snapshot, snapshot)
+        """The manifest. Raises SnapshotNotFound, IntegrityError, and what bringing it from the
+        object store raises where another node took it."""
+        return await self._context.manifests.read(snapshot)
 
     async def head(self, session: Session) -> Snapshot:
         """The head's manifest. Raises IntegrityError."""
@@ -415,6 +417,7 @@ class Snapshots:
                 async with active.gate.closed("thin"):
                     if record.id == active.session.head:
                         continue
+                    await self.read(record.id)  # another node may have taken it
                     thinned = await asyncio.to_thread(self._context.store.drop_memory, record.id)
                     faultpoints.reach("thin.drop")
                     await self._note_thinned(thinned)
@@ -457,7 +460,7 @@ class Snapshots:
         sessions: set[str] = set()
         while removed:
             removed = 0
-            for record in await context.database.removable_snapshots():
+            for record in await context.database.removable_snapshots(holder=context.holder):
                 # The row goes first: a manifest without a row is unreachable and harmless, a row
                 # without a manifest would be a promise that cannot be kept.
                 try:
@@ -471,10 +474,10 @@ class Snapshots:
                 sessions.add(record.session)
         for session in sessions:
             context.replicator.removed(session)
-        if sessions:
+        if sessions and context.node is None:
             context.source.forget(await context.database.durable_objects())
         async with context.guard.collecting():
-            references = await context.database.references()
+            references = await context.database.references(holder=context.holder)
             live = references.layers | references.images | context.agent.in_use()
             live |= await self._sealed()
             live |= {template.layer.id for template in context.catalog.node.values()}
@@ -487,7 +490,8 @@ class Snapshots:
         taken up again after a crash, or waiting for room on the disk, has nothing else to hold it.
         """
         live: set[str] = set()
-        for operation in await self._context.database.unfinished_operations():
+        server = self._context.holder
+        for operation in await self._context.database.unfinished_operations(server=server):
             plan = operation.data.get("plan")
             if plan is not None:
                 snapshot = msgspec.convert(plan["snapshot"], Snapshot)
@@ -527,4 +531,6 @@ class Snapshots:
             image=None,
             thinned=True,
             fingerprint=manifest.fingerprint,
+            # What it is now only this disk has.
+            **({"node": self._context.holder} if self._context.node is not None else {}),
         )

@@ -39,7 +39,7 @@ class Statuses:
         usage = shutil.disk_usage(context.agent.directory)
         return StatusInfo(
             version=version("sojourn"),
-            node=context.node,
+            node=context.node_name,
             drivers={
                 name: sorted(driver.capabilities) for name, driver in context.agent.drivers.items()
             },

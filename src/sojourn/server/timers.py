@@ -74,7 +74,8 @@ class Timers:
     async def _repeat(self, every: float, work: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                await work()
+                if self._context.may_act:
+                    await work()
             except (SojournError, OSError) as error:
                 log.error("%s: %s", work.__name__, error)
             except Exception:
@@ -87,8 +88,11 @@ class Timers:
     async def deadlines(self) -> None:
         """Suspend or delete the sessions whose time has come."""
         now = time.time()
-        for session in await self._context.database.due_sessions(now):
-            active = self._context.registry.hold(session)
+        holder = self._context.holder
+        for session in await self._context.database.due_sessions(now, holder=holder):
+            active = await self._context.registry.still(session)
+            if active is None:
+                continue
             wait, pause = self._not_before.get(session.id, (0.0, _RETRY_FIRST))
             if wait > now or self._operations.current(session.id) is not None:
                 continue

@@ -33,6 +33,7 @@ from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
 from sojourn.server.registry import ActiveSession
 from sojourn.server.snapshots import Snapshots, Taking
+from sojourn.telemetry import declared, logs, tracing
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +93,12 @@ class Turns:
         Raises SessionNotFound, WrongState, SessionBusy and what a failed resume raises.
         """
         active = await self._context.registry.find(who.tenant, ref)
+        logs.note(tenant=who.tenant, session=active.id)
+        waited: float | None = None
         before = active.ended
         for _ in range(_ENTER_TRIES):
             await active.gate.passed()
+            self._context.require_lease()
             strict = active.session.policy.auto_snapshot is AutoSnapshot.TURN
             waits = strict and not beside and active.turns == 0 and active.looked < before
             if waits and active.pending is not None:
@@ -109,7 +113,10 @@ class Turns:
                     await self._placements.check(active)
                     continue
                 self._touch(active)
+                if waited is not None:
+                    declared.FIRST_COMMAND_SECONDS.observe(time.perf_counter() - waited)
                 return active, sandbox
+            waited = waited or time.perf_counter()
             await self._wake(who, active)
         raise SessionBusy(f"session {active.id} does not come to rest", state=str(active.state))
 
@@ -223,6 +230,8 @@ class Turns:
 
     async def _ended(self, turn: Turn) -> None:
         active = turn.active
+        declared.TURNS.add(turn.kind, turn.result)
+        tracing.past(f"turn {turn.kind}", int(turn.started * 1e9), sojourn__session=active.id)
         self._touch(active)
         event = self._context.database.append_event(
             AppendEvent(
