@@ -18,6 +18,7 @@ PAIRS = [
     ("Tokens", "AsyncTokens"),
     ("Secrets", "AsyncSecrets"),
     ("Templates", "AsyncTemplates"),
+    ("Nodes", "AsyncNodes"),
     ("Session", "AsyncSession"),
     ("Files", "AsyncFiles"),
     ("Process", "AsyncProcess"),

@@ -24,6 +24,8 @@ COMMANDS: dict[str, str] = {
     "doctor": "sojourn.cli.doctor:command",
     "demo": "sojourn.cli.demo:demo",
     "up": "sojourn.cli.up:command",
+    "server": "sojourn.cli.server:command",
+    "node": "sojourn.cli.node:node",
     "run": "sojourn.cli.run:command",
     "session": "sojourn.cli.session:command",
     "verify": "sojourn.cli.history:verify",

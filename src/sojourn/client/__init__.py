@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sojourn.client.async_client import AsyncSecrets, AsyncSessions, AsyncSojourn, AsyncTokens
     from sojourn.client.async_files import AsyncFiles
+    from sojourn.client.async_nodes import AsyncNodes
     from sojourn.client.async_process import AsyncProcess
     from sojourn.client.async_session import AsyncSession, AsyncTurn
     from sojourn.client.async_templates import AsyncTemplates
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from sojourn.client.core_networks import allow
     from sojourn.client.sync_client import Secrets, Sessions, Sojourn, Tokens
     from sojourn.client.sync_files import Files
+    from sojourn.client.sync_nodes import Nodes
     from sojourn.client.sync_process import Process
     from sojourn.client.sync_session import Session, Turn
     from sojourn.client.sync_templates import Templates
@@ -28,6 +30,7 @@ _MODULES = {
     "async_files": ("AsyncFiles",),
     "async_process": ("AsyncProcess",),
     "async_session": ("AsyncSession", "AsyncTurn"),
+    "async_nodes": ("AsyncNodes",),
     "async_templates": ("AsyncTemplates",),
     "core_commands": ("ExecResult",),
     "core_networks": ("allow",),
@@ -35,6 +38,7 @@ _MODULES = {
     "sync_files": ("Files",),
     "sync_process": ("Process",),
     "sync_session": ("Session", "Turn"),
+    "sync_nodes": ("Nodes",),
     "sync_templates": ("Templates",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -46,6 +50,7 @@ __all__ = [
     "AsyncSession",
     "AsyncSessions",
     "AsyncSojourn",
+    "AsyncNodes",
     "AsyncTemplates",
     "AsyncTokens",
     "AsyncTurn",
@@ -56,6 +61,7 @@ __all__ = [
     "Session",
     "Sessions",
     "Sojourn",
+    "Nodes",
     "Templates",
     "Tokens",
     "Turn",

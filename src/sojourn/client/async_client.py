@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sojourn.client import core, core_ports, core_sessions
+from sojourn.client.async_nodes import AsyncNodes
 from sojourn.client.async_session import AsyncSession
 from sojourn.client.async_templates import AsyncTemplates
 from sojourn.client.async_transport import AsyncTransport, content_of
@@ -49,6 +50,7 @@ class AsyncSojourn:
         self.tokens = AsyncTokens(self._transport)
         self.secrets = AsyncSecrets(self._transport)
         self.templates = AsyncTemplates(self._transport)
+        self.nodes = AsyncNodes(self._transport)
 
     async def __aenter__(self) -> AsyncSojourn:
         return self

@@ -13,6 +13,7 @@ from sojourn.client import core, core_ports, core_sessions
 from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_ports import UseLike
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
+from sojourn.client.sync_nodes import Nodes
 from sojourn.client.sync_session import Session
 from sojourn.client.sync_templates import Templates
 from sojourn.client.transport import Transport, content_of
@@ -45,6 +46,7 @@ class Sojourn:
         self.tokens = Tokens(self._transport)
         self.secrets = Secrets(self._transport)
         self.templates = Templates(self._transport)
+        self.nodes = Nodes(self._transport)
 
     def __enter__(self) -> Sojourn:
         return self

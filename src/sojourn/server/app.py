@@ -25,6 +25,7 @@ import msgspec
 import uvicorn
 from litestar import Litestar, Request, Response
 from litestar.exceptions import HTTPException
+from litestar.handlers import HTTPRouteHandler
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sojourn.errors import InvalidRequest, NotFound, SojournError, TooLarge, to_body
@@ -35,6 +36,7 @@ from sojourn.server.e2b.app import E2B
 from sojourn.server.e2b.ids import load_key
 from sojourn.server.e2b.sandboxes import Settings
 from sojourn.server.endpoints import Endpoint, build
+from sojourn.server.observed import Observed, by_token
 from sojourn.server.openapi import openapi_handler
 from sojourn.server.routes import (
     archives,
@@ -121,10 +123,19 @@ def _on_any_error(_request: Request[Any, Any, Any], error: Exception) -> Respons
 
 def create_app(service: SessionService, *, shutdown: Shutdown | None = None) -> Litestar:
     """The API over a service. `shutdown` ends long answers when it begins."""
-    ending = shutdown or Shutdown()
     declared = all_endpoints()
+    return endpoint_app(service, declared, shutdown or Shutdown(), openapi_handler(declared))
+
+
+def endpoint_app(
+    service: SessionService,
+    declared: list[Endpoint],
+    shutdown: Shutdown,
+    *more: HTTPRouteHandler,
+) -> Litestar:
+    """An application of these endpoints; whatever else is asked gets an error body."""
     return Litestar(
-        [*(build(one, service, ending) for one in declared), openapi_handler(declared)],
+        [*(build(one, service, shutdown) for one in declared), *more],
         exception_handlers={
             SojournError: _on_sojourn_error,
             HTTPException: _on_http_error,
@@ -186,6 +197,7 @@ def make_server(
     app: Any = create_app(service, shutdown=shutdown)
     if e2b_key is not None:
         app = E2B(app, service, e2b_key, shutdown, e2b)
+    app = Observed(app, by_token(service.authenticate))
     return serve_app(app, shutdown, ready)
 
 

@@ -193,7 +193,7 @@ def build(declared: Endpoint, service: SessionService, shutdown: Shutdown) -> HT
 
     path = declared.path.replace("{process}", "{process:int}")
     path = path.replace("{port}", "{port:int}")
-    for name in ("ref", "operation", "snapshot", "turn", "token", "secret", "template"):
+    for name in ("ref", "operation", "snapshot", "turn", "token", "secret", "template", "node"):
         path = path.replace(f"{{{name}}}", f"{{{name}:str}}")
     return HTTPRouteHandler(
         path,

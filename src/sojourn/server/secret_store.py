@@ -75,7 +75,7 @@ def open_secret_store(data: Path, *, anything_sealed: bool) -> SecretStore:
     named = os.environ.get("SOJOURN_SECRETS_KEY_FILE")
     if named:
         try:
-            return SecretStore(_parse(Path(named).read_bytes(), named))
+            return SecretStore(parse_key(Path(named).read_bytes(), named))
         except OSError as error:
             raise HostUnfit(
                 f"the key of secrets cannot be read: {error}",
@@ -83,14 +83,14 @@ def open_secret_store(data: Path, *, anything_sealed: bool) -> SecretStore:
             ) from error
     path = data / KEY_FILE
     try:
-        return SecretStore(_parse(path.read_bytes(), str(path)))
+        return SecretStore(parse_key(path.read_bytes(), str(path)))
     except FileNotFoundError:
         if anything_sealed:
             raise SecretsKeyInvalid(f"{path} is gone, and secrets are sealed with it") from None
     return SecretStore(_make(path))
 
 
-def _parse(content: bytes, where: str) -> bytes:
+def parse_key(content: bytes, where: str) -> bytes:
     """A key is 32 bytes, or these in hexadecimal digits with or without a line's end."""
     if len(content) == _KEY_BYTES:
         return content

@@ -44,7 +44,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
 class CreateNodeToken(Request, frozen=True):
     """`labels` are given to the node that joins with it."""
 
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class NodeTokenInfo(msgspec.Struct, frozen=True):

@@ -65,9 +65,9 @@ class Members:
         before, self._nodes, self._read_at = self._nodes, found, began
         for node in before.values():
             now = found.get(node.id)
-            if now is None or now.lost or now.incarnation != node.incarnation:
-                if not node.lost or now is None:
-                    self.gone(node)
+            ended = now is None or now.lost or now.incarnation != node.incarnation
+            if ended and (now is None or not node.lost):
+                self.gone(node)
         async with self.changed:
             self.changed.notify_all()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from sojourn.errors import InvalidRequest
 from sojourn.model.nodes import Node, NodeState, Resources
 from sojourn.model.sessions import Limits
 
@@ -32,6 +33,26 @@ class Settings(msgspec.Struct, frozen=True):
     memory: float = 2.0
     disk: float = 4.0
     pack: bool = False
+
+
+def read_settings(place: str, overcommit: str) -> Settings:
+    """Settings from an operator's words: `spread` or `pack`, `cpus=N,memory=N,disk=N`. Raises
+    InvalidRequest."""
+    factors: dict[str, float] = {}
+    for part in overcommit.split(","):
+        name, _, value = part.strip().partition("=")
+        try:
+            factor = float(value)
+        except ValueError:
+            factor = 0.0
+        if name not in ("cpus", "memory", "disk") or not 0 < factor < 1e6:
+            raise InvalidRequest(
+                f"overcommit {overcommit!r} is not cpus=N,memory=N,disk=N", field="overcommit"
+            )
+        factors[name] = factor
+    if place not in ("spread", "pack"):
+        raise InvalidRequest(f"{place!r} is neither spread nor pack", field="place")
+    return Settings(pack=place == "pack", **factors)
 
 
 class Need(msgspec.Struct, frozen=True):
