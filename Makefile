@@ -24,9 +24,10 @@ setup: venv ## Install what is missing, build the tools and the template, check 
 run: setup ## Run the demonstration from start to end
 	@$(BIN)/sojourn demo
 
-frameworks: venv ## Install the agent frameworks that the adapters are tested with
+frameworks: venv ## Install the agent frameworks, and E2B's JavaScript SDKs, that tests drive
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --require-hashes \
 	  -r requirements-frameworks.lock
+	@bash scripts/javascript.sh
 
 test: setup ## Run all tests (PYTEST_ARGS="-k name" to pick)
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)

@@ -42,8 +42,8 @@ Row = tuple[str, str]
 _NO_BUILDS = "templates are made with `sojourn template` (`BuildException` or `SandboxException`)"
 _NO_VOLUMES = "a session's own files last (`VolumeException`)"
 _NO_SECRETS = "secrets are set with `sojourn secret` (`SecretException`)"
-_NO_MCP = "there is no MCP gateway in sandboxes (`SandboxException` at create)"
-_GIT = "runs `git` as a command: the template must have it"
+NO_MCP = "there is no MCP gateway in sandboxes (`SandboxException` at create)"
+GIT = "runs `git` as a command: the template must have it"
 
 KNOWN: dict[str, dict[str, Row]] = {
     "Sandbox": {
@@ -76,12 +76,12 @@ KNOWN: dict[str, dict[str, Row]] = {
         "upload_url": (YES, "signed"),
         "get_host": (YES, "see [Ports](#ports)"),
         "traffic_access_token": (YES, ""),
-        "get_mcp_token": (NO, _NO_MCP),
-        "get_mcp_url": (NO, _NO_MCP),
+        "get_mcp_token": (NO, NO_MCP),
+        "get_mcp_url": (NO, NO_MCP),
         "commands": (YES, ""),
         "files": (YES, ""),
         "pty": (YES, ""),
-        "git": (YES, _GIT),
+        "git": (YES, GIT),
         "sandbox_id": (LOCAL, ""),
         "sandbox_domain": (LOCAL, ""),
         "envd_api_url": (LOCAL, ""),
@@ -122,7 +122,7 @@ KNOWN: dict[str, dict[str, Row]] = {
         "stream_input": (YES, ""),
     },
     "Sandbox.git": {
-        name: (YES, _GIT)
+        name: (YES, GIT)
         for name in (
             *("add", "branches", "checkout_branch", "clone", "commit", "configure_user"),
             *("create_branch", "dangerously_authenticate", "delete_branch", "get_config", "init"),
@@ -213,11 +213,11 @@ def found() -> dict[str, set[str]]:
     return names
 
 
-def table() -> str:
+def table(known: dict[str, dict[str, Row]]) -> str:
     """The tables of docs/e2b.md."""
     words = {YES: "supported", NO: "refused", LOCAL: "needs no server"}
     lines = []
-    for name, methods in KNOWN.items():
+    for name, methods in known.items():
         lines += [f"### {name}", "", "| method | | |", "|---|---|---|"]
         grouped: dict[Row, list[str]] = {}
         for method, row in methods.items():

@@ -105,7 +105,8 @@ class SojournSaver(BaseCheckpointSaver[Any]):
         on. In an asynchronous node use `asession`: this one blocks.
 
         Raises InvalidRequest outside of a node; Unsupported with durability "exit", which records
-        no task before the end; what rollbacks raise."""
+        no task before the end; SessionNotFound where the thread's session was deleted, or is not
+        this token's; what rollbacks raise."""
         place = place_of(config)
         with self._threads.entering(place):
             if not self._threads.positioned(place):
@@ -198,7 +199,8 @@ class SojournSaver(BaseCheckpointSaver[Any]):
     ) -> RunnableConfig:
         """Keep a checkpoint, after a snapshot of what led to it unless its tasks left theirs."""
         with self._threads.putting(config, checkpoint["id"]):
-            return self.inner.put(config, checkpoint, metadata, new_versions)
+            marked = self._threads.marked(config, metadata)
+            return self.inner.put(config, checkpoint, marked, new_versions)
 
     async def aput(
         self,
@@ -209,7 +211,8 @@ class SojournSaver(BaseCheckpointSaver[Any]):
     ) -> RunnableConfig:
         """As `put`."""
         async with _aside(self._threads.putting(config, checkpoint["id"])):
-            return await self.inner.aput(config, checkpoint, metadata, new_versions)
+            marked = self._threads.marked(config, metadata)
+            return await self.inner.aput(config, checkpoint, marked, new_versions)
 
     def put_writes(
         self,

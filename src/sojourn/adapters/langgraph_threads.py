@@ -8,6 +8,9 @@ the one before; a snapshot of what was never recorded is passed over.
 The world at a checkpoint is the newest snapshot of a task that led to it: of the checkpoint itself
 when its tasks are under way again, else of its parents in turn; a checkpoint that did not come of
 its parent's tasks (`input`, `update`, `fork`) has the world that its parent began with.
+
+Checkpoints from the first use of a session on say so in their metadata: a thread whose session was
+deleted, or is another tenant's, is refused instead of going on in an empty one.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ import hashlib
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from langchain_core.runnables import RunnableConfig
-from langgraph.checkpoint.base import WRITES_IDX_MAP, CheckpointTuple
+from langgraph.checkpoint.base import WRITES_IDX_MAP, CheckpointMetadata, CheckpointTuple
 
 from sojourn.adapters import commands
 from sojourn.client import Session, Sojourn
@@ -41,6 +44,7 @@ _RUNTIME = "__pregel_runtime"  # is in the configuration of a run, not of a look
 _TASK = "__pregel_task_id"
 _MAP = "checkpoint_map"
 _START = "langgraph-start"
+_USED = "sojourn"  # in the metadata of checkpoints: the thread has a session by now
 
 T = TypeVar("T")
 
@@ -116,6 +120,7 @@ class _Thread:
         self.recording = threading.Lock()  # one snapshot and its record at a time
         self.users: dict[str, Place] = {}  # tasks that have the session and are not recorded
         self.positioned = False  # this run has found its place
+        self.used = False  # a task of this process had the session
         self.clean: str | None = None  # the snapshot that the session is at, untouched
         self.session: Session | None = None
 
@@ -174,10 +179,11 @@ class Threads:
         return self._thread(place.thread).positioned
 
     def search(self, place: Place) -> Asking[str]:
-        """The snapshot that the node's checkpoint saw. Raises SnapshotNotFound when the session
-        has none of this graph."""
-        shots = sorted(self._session(place.thread).history(), key=_age, reverse=True)
-        root, with_tasks, under_way = place.root, True, True
+        """The snapshot that the node's checkpoint saw. Raises SessionNotFound when the thread had
+        a session that is not there any more, SnapshotNotFound when it has none of this graph."""
+        session = self._thread(place.thread).session or self._find(place.thread)
+        shots = _newest_first(session)
+        root, with_tasks, under_way, used = place.root, True, True, False
         while True:
             config: RunnableConfig = {
                 "configurable": {"thread_id": place.thread, "checkpoint_id": root}
@@ -193,11 +199,17 @@ class Threads:
                     for one in found:
                         if one.label in recorded:
                             return one.id
+            used = used or bool(here and here[0].metadata.get(_USED))
             if not here or here[0].parent_config is None:
                 break
             with_tasks, under_way = here[0].metadata.get("source") == "loop", False
             root = here[0].parent_config["configurable"]["checkpoint_id"]
-        for one in shots:
+        if session is None and used:
+            raise SessionNotFound(
+                f"the session of thread {place.thread!r} is gone, and its graph has worked in one",
+                next_step="Delete the thread with `delete_thread`, or begin another one.",
+            )
+        for one in shots or _newest_first(self._session(place.thread)):
             if one.label == _START:
                 return one.id
         raise SnapshotNotFound(
@@ -217,6 +229,7 @@ class Threads:
         with known.change:
             known.users[place.task] = place
             known.clean = None
+            known.used = True
         return self._session(place.thread)
 
     def _session(self, thread: str) -> Session:
@@ -243,6 +256,12 @@ class Threads:
         return session
 
     # -- a task ends
+
+    def marked(self, config: RunnableConfig, metadata: CheckpointMetadata) -> CheckpointMetadata:
+        """The metadata of a checkpoint, which says that the thread has a session where it has."""
+        if not self._thread(thread_of(config)).used:
+            return metadata
+        return cast(CheckpointMetadata, {**metadata, _USED: True})
 
     @contextlib.contextmanager
     def ending(
@@ -305,6 +324,10 @@ class Threads:
             return
         with contextlib.suppress(NameTaken):  # by another at the same moment
             session.fork(names=[self.name(target)], labels=dict(session.labels))
+
+
+def _newest_first(session: Session | None) -> list[SnapshotInfo]:
+    return [] if session is None else sorted(session.history(), key=_age, reverse=True)
 
 
 def _age(one: SnapshotInfo) -> tuple[float, str]:

@@ -396,13 +396,12 @@ class SojournSandboxSession(BaseSandboxSession):
         place = (await self._validate_path_access(path)).as_posix()
         held = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115 (handed out)
         try:
+            size = (await self.session.files.stat(place)).size
+            _check_size(path, size)
             size = 0
             async for piece in self.session.files.stream(place):
                 size += len(piece)
-                if size > READ_BYTES:
-                    raise WorkspaceArchiveReadError(
-                        path=path, context={"reason": "too_large", "limit": READ_BYTES}
-                    )
+                _check_size(path, size)
                 await asyncio.to_thread(held.write, piece)
             held.seek(0)
         except FileMissing as error:
@@ -523,3 +522,10 @@ def _transport(command: tuple[str | Path, ...], error: SojournError) -> NoReturn
         # begun. Only a busy session is known not to have started it.
         retryable=isinstance(error, SessionBusy),
     ) from error
+
+
+def _check_size(path: Path, size: int) -> None:
+    if size > READ_BYTES:
+        raise WorkspaceArchiveReadError(
+            path=path, context={"reason": "too_large", "limit": READ_BYTES}
+        )

@@ -234,20 +234,27 @@ class SojournRuntime(AbstractRuntime):
             raise NonZeroExitCodeError(
                 f"{command.error_msg}: {message}" if command.error_msg else message
             )
+        stderr = done.stderr
+        if done.dropped:
+            stderr += b"\n[%d bytes of output were left out]\n" % done.dropped
         return CommandResponse(
             stdout=done.stdout.decode(errors="backslashreplace"),
-            stderr=done.stderr.decode(errors="backslashreplace"),
+            stderr=stderr.decode(errors="backslashreplace"),
             exit_code=done.exit_code,
         )
 
     async def read_file(self, request: ReadFileRequest) -> ReadFileResponse:
         """A file as text. Raises FileNotFoundError, UnicodeDecodeError, OSError (too large)."""
         try:
-            data = await self.session.files.read(request.path, length=READ_BYTES + 1)
+            size = (await self.session.files.stat(request.path)).size
+            if size <= READ_BYTES:
+                # One byte more: a file that grows under way is told as too large, not cut.
+                data = await self.session.files.read(request.path, length=READ_BYTES + 1)
+                size = len(data)
         except FileMissing as error:
             raise FileNotFoundError(error.message) from error
-        if len(data) > READ_BYTES:
-            raise OSError(f"{request.path} is over {READ_BYTES} bytes")
+        if size > READ_BYTES:
+            raise OSError(f"{request.path} is over {READ_BYTES} bytes ({size})")
         text = data.decode(request.encoding or "utf-8", request.errors or "strict")
         return ReadFileResponse(content=text)
 
