@@ -19,19 +19,21 @@ SESSION_ROWS = 6000
 FILL = [
     """
     INSERT INTO sessions (id, tenant, name, labels, template, env, limits, policy, driver, state,
-        epoch, head, idle_deadline, lifetime_deadline, created_at, updated_at, network)
+        epoch, head, idle_deadline, lifetime_deadline, created_at, updated_at, network, holder)
     SELECT 'ses_' || n, 'ten_' || n %% 3, CASE WHEN n %% 10 = 0 THEN 'name' || n END,
         jsonb_build_object('user', (n %% 500)::text), 'base', '{}', '{}',
         jsonb_build_object('on_expiry', CASE WHEN n %% 50 = 0 THEN 'delete' ELSE 'suspend' END),
         'gvisor', CASE n %% 100 WHEN 0 THEN 'running' WHEN 1 THEN 'deleted' ELSE 'suspended' END,
-        1, 'snp_' || n, CASE WHEN n %% 100 = 0 THEN 4e9 END, 4e9, n, n, '{}'
+        1, 'snp_' || n, CASE WHEN n %% 100 = 0 THEN 4e9 END, 4e9, n, n, '{}',
+        CASE WHEN n %% 100 <> 1 THEN 'nod_' || n %% 1000 END
     FROM generate_series(1, %(rows)s) AS n
     """,
     """
     INSERT INTO snapshots (id, session, tenant, parent, kind, created_at, fingerprint, has_memory,
-        memory_bytes, layer_bytes, layers, hidden, thinned, durable_at)
+        memory_bytes, layer_bytes, layers, hidden, thinned, durable_at, node)
     SELECT 'snp_' || n, 'ses_' || n, 'ten_' || n %% 3, NULL, 'auto', n, 'f', TRUE, 1, 1, '[]',
-        n %% 1000 = 0, FALSE, CASE WHEN n %% 500 > 0 THEN 1.0 END
+        n %% 1000 = 0, FALSE, CASE WHEN n %% 500 > 0 THEN 1.0 END,
+        'nod_' || n %% 1000
     FROM generate_series(1, %(rows)s) AS n
     """,
     """
@@ -63,13 +65,35 @@ FILL = [
     SELECT 'ten_' || n, 'tenant' || n, n FROM generate_series(1, %(rows)s) AS n
     """,
     """
+    INSERT INTO exposed_ports (session, port, tenant, kind, public, token, sources, created_at)
+    SELECT 'ses_' || n, 80, 'ten_' || n %% 3, 'http', TRUE, '', '[]', n
+    FROM generate_series(1, %(rows)s) AS n
+    """,
+    """
+    INSERT INTO nodes (id, name, address, state, incarnation, lost, labels, taints, capacity, used,
+        cpu, version, joined_at)
+    SELECT 'nod_' || n, 'node' || n, '', 'ready', 1, FALSE, '{}', '[]', '{}', '{}', '[]', '', n
+    FROM generate_series(1, %(rows)s) AS n
+    """,
+    """
+    INSERT INTO node_fences (node, incarnation)
+    SELECT 'nod_' || n, 1 FROM generate_series(1, %(rows)s) AS n
+    """,
+    """
     INSERT INTO tokens (id, hash, tenant, role, created_at)
     SELECT 'tok_' || n, 'hash' || n, 'ten_1', 'tenant', n FROM generate_series(1, %(rows)s) AS n
     """,
 ]
 
 NOW = time.time()
-PAGE = {"holder": None, "labels": "{}", "kind": "session", "after_time": None, "after_id": None, "limit": 101}
+PAGE = {
+    "holder": None,
+    "labels": "{}",
+    "kind": "session",
+    "after_time": None,
+    "after_id": None,
+    "limit": 101,
+}
 LIVE = json.dumps(["running", "paused", "suspended", "failed", "creating"])
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ("find_session", {"key": "ses_7", "tenant": "ten_1"}),
@@ -136,6 +160,36 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("token_by_hash", {"hash": "hash7"}),
     ("stored_hash", {"id": "tok_7"}),
     ("open_transaction", {"commit": "c", "level": "on", "sessions": ["ses_7", "ses_9"]}),
+    (
+        "open_fenced_transaction",
+        {"commit": "c", "level": "on", "sessions": ["ses_7"], "node": "nod_7", "incarnation": 1},
+    ),
+    ("node_row", {"id": "nod_7"}),
+    ("find_node", {"key": "node7"}),
+    ("renew_node", {"id": "nod_7", "incarnation": 1, "lease": 15.0, "used": None}),
+    ("stop_node", {"id": "nod_7", "incarnation": 1}),
+    ("set_fence", {"node": "nod_7", "incarnation": 2}),
+    ("mark_lost", {"id": "nod_7"}),
+    ("lost_node", {"id": "nod_7"}),
+    ("take_session", {"id": "ses_7", "holder": "nod_7", "epoch": 1, "now": NOW}),
+    ("release_session", {"id": "ses_7", "holder": "nod_7", "epoch": 1, "now": NOW}),
+    ("operations_of_session", {"server": "nod_7", "session": "ses_7"}),
+    ("sessions_of_lost_node", {"node": "nod_7", "limit": 100}),
+    ("operations_of_lost_node", {"node": "s", "sessions": None, "limit": 100}),
+    ("operations_of_lost_node", {"node": "s", "sessions": '["ses_1000"]', "limit": 100}),
+    ("effects_of_lost_sessions", {"sessions": '["ses_1000"]'}),
+    ("durable_lines", {"sessions": '["ses_7", "ses_500"]'}),
+    ("references_held", {"holder": "nod_7"}),
+    ("durable_objects_held", {"holder": "nod_7"}),
+    ("unfinished_operations", {"server": "s"}),
+    ("due_sessions", {"now": NOW, "limit": 100, "holder": "nod_7"}),
+    ("due_sessions", {"now": NOW, "limit": 100, "holder": ""}),
+    ("undurable_heads", {"limit": 100, "node": "nod_20"}),
+    ("undurable_others", {"limit": 100, "node": "nod_20"}),
+    ("count_sessions", {"tenant": None, "holder": "nod_7"}),
+    ("ports_held", {"session": None, "holder": "nod_7"}),
+    ("open_effects", {"limit": 100, "holder": "nod_7"}),
+    ("list_sessions", PAGE | {"tenant": None, "states": LIVE, "holder": "nod_7"}),
     ("lock_snapshots", {"snapshots": ["snp_7"]}),
     ("settle_commit", {"commit": "c"}),
     (

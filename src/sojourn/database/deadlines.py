@@ -110,6 +110,7 @@ class Deadlines:
             # Whoever has these sessions by now, their time is not this node's to measure.
             _log.info("%d idle deadlines are given up: %s", len(moves), error.message)
             self._pending.clear()
+            self._written.clear()
         finally:
             if self._pending and self._timer is None:
                 self._set_timer(now + INTERVAL)

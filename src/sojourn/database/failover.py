@@ -15,11 +15,14 @@ from typing import Any
 
 import msgspec
 
+from sojourn.database.apply import put_effect
 from sojourn.database.engine import Statements
 from sojourn.database.records import Operation, OperationState
 from sojourn.database.rows import OPERATIONS, SESSIONS, encode_json
+from sojourn.database.writes import PutEffect
 from sojourn.errors import ErrorBody, Interrupted, to_body
 from sojourn.lifecycle import lifetime_after
+from sojourn.model.network import Effect, lasting
 from sojourn.model.nodes import FailedOver
 from sojourn.model.sessions import Session, SessionState
 
@@ -108,6 +111,7 @@ def take_over(statements: Statements, node: str, limit: int) -> list[FailedOver]
     _move(statements, moves, loss)
     _interrupt(statements, [one for one in operations if one.verb != "delete"], loss)
     _finish(statements, deletions.values(), OperationState.SUCCEEDED, None)
+    _end_effects(statements, ids, loss)
     _record(statements, moves, deletions, loss)
     return [
         FailedOver(move.session.id, move.session.head, move.head, move.state, move.lost_seconds)
@@ -156,6 +160,14 @@ def _finish(
     parameters = [{"id": one.id, "now": time.time(), **values} for one in operations]
     if parameters:
         statements.many("finish_operation", parameters)
+
+
+def _end_effects(statements: Statements, sessions: str, loss: Loss) -> None:
+    """What left the sessions and was under way: no gateway knows of it any more."""
+    for (text,) in statements.run("effects_of_lost_sessions", {"sessions": sessions}):
+        effect = msgspec.json.decode(text, type=Effect)
+        over = msgspec.structs.replace(effect, outcome="interrupted", ended_at=loss.until)
+        put_effect(statements, PutEffect(over, lasting(over)))
 
 
 def _record(

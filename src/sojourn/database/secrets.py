@@ -59,7 +59,10 @@ class SecretRows:
     async def list_ports(
         self, session: str | None = None, *, holder: str | None = None
     ) -> list[ExposedPort]:
-        rows = await self._reader.select("list_ports", {"session": session, "holder": holder})
+        rows = await self._reader.select(
+            "list_ports" if holder is None else "ports_held",
+            {"session": session, "holder": holder},
+        )
         return [PORTS.read(row) for row in rows]
 
     async def delete_port(self, session: str, port: int) -> bool:

@@ -9,9 +9,13 @@ SELECT {port} FROM exposed_ports WHERE session = :session AND port = :port;
 
 -- name: list_ports
 SELECT {port} FROM exposed_ports
-WHERE (CAST(:session AS TEXT) IS NULL OR session = :session)
-    AND (CAST(:holder AS TEXT) IS NULL OR session IN (
-        SELECT id FROM sessions WHERE holder = :holder))
+WHERE CAST(:session AS TEXT) IS NULL OR session = :session
+ORDER BY session, port;
+
+-- name: ports_held
+SELECT {port} FROM exposed_ports
+WHERE session IN (SELECT id FROM sessions WHERE holder = :holder)
+    AND (CAST(:session AS TEXT) IS NULL OR session = :session)
 ORDER BY session, port;
 
 -- name: delete_port

@@ -22,13 +22,19 @@ WHERE server = :node AND state IN ('pending', 'running')
 ORDER BY created_at, id LIMIT :limit
 FOR UPDATE SKIP LOCKED;
 
+-- name: effects_of_lost_sessions
+SELECT effect FROM effects
+WHERE outcome = 'open' AND session IN (
+    SELECT value FROM json_array_elements_text(CAST(:sessions AS json)));
+
 -- name: durable_lines
 -- The newest snapshot on the line of each session's head that the object store has, and how many
 -- come after it: read no further than there. Of a line it has nothing of the oldest one comes.
 WITH RECURSIVE line (session, id, parent, created_at, durable_at, passed, head_at) AS (
     SELECT sessions.id, head.id, head.parent, head.created_at, head.durable_at, 0, head.created_at
     FROM sessions JOIN snapshots AS head ON head.id = sessions.head
-    WHERE sessions.id IN (SELECT value FROM json_array_elements_text(CAST(:sessions AS json)))
+    WHERE sessions.id = ANY (
+        ARRAY (SELECT value FROM json_array_elements_text(CAST(:sessions AS json))))
     UNION ALL
     SELECT line.session, before.id, before.parent, before.created_at, before.durable_at, passed + 1,
         head_at

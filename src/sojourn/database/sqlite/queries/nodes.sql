@@ -18,6 +18,10 @@ WHERE server = :node AND state IN ('pending', 'running')
     AND (:sessions IS NULL OR session IN (SELECT value FROM json_each(:sessions)))
 ORDER BY created_at, id LIMIT :limit;
 
+-- name: effects_of_lost_sessions
+SELECT effect FROM effects
+WHERE outcome = 'open' AND session IN (SELECT value FROM json_each(:sessions));
+
 -- name: durable_lines
 -- The newest snapshot on the line of each session's head that the object store has, and how many
 -- come after it: read no further than there. Of a line it has nothing of the oldest one comes.
