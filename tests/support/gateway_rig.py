@@ -77,11 +77,11 @@ class Rig:
             nameservers=[NAMESERVER],
             private=list(private),
             roots=str(world.roots),
+            lease=None if lease is None else str(lease),
         )
         self.gateway: Gateway = self.run(self._open())
 
     async def _open(self) -> Gateway:
-            lease=None if lease is None else str(lease),
         gateway = Gateway(self._start, self.server)
         await gateway.open()
         return gateway

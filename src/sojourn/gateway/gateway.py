@@ -94,15 +94,15 @@ class Gateway:
     def __init__(self, start: Start, server: Server) -> None:
         self.authority = open_authority(Path(start.authority))
         self.inbound = Inbound()
-        self._outside = Outside(
         self._lease = lease_of(start.lease)
         self._watching: asyncio.Task[None] | None = None
+        self._outside = Outside(
             namespace=start.namespace,
             nameservers=start.nameservers,
             private=start.private,
             roots=start.roots,
-        )
             lease=self._lease,
+        )
         self._server = server
         self._attached: dict[str, _Attached] = {}
         self._changing = asyncio.Lock()
@@ -153,7 +153,6 @@ class Gateway:
         if attached is not None:
             attached.close()
 
-    def close(self) -> None:
     def _cut(self) -> None:
         log.warning("the node's lease is over: every connection is reset")
         for attached in self._attached.values():
@@ -161,10 +160,11 @@ class Gateway:
         if self._ports is not None:
             self._ports.cut()
 
+    def close(self) -> None:
         """End everything."""
-        for sandbox in list(self._attached):
         if self._watching is not None:
             self._watching.cancel()
+        for sandbox in list(self._attached):
             self.detach(sandbox)
         if self._ports is not None:
             self._ports.close()
