@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
@@ -38,6 +38,14 @@ _SERVER_HOURS = 48
 RENEW_SERVER_SECONDS = _SERVER_HOURS * 3600 / 4
 RENEW_NODE_DAYS = 60
 """A node renews its certificate when it has fewer days left."""
+_BAD_CERTIFICATE = (
+    ValueError,
+    TypeError,
+    IndexError,
+    InvalidSignature,
+    UnsupportedAlgorithm,
+    x509.ExtensionNotFound,
+)
 # Clocks of machines differ.
 _BACKDATED = datetime.timedelta(hours=1)
 
@@ -159,13 +167,7 @@ class ClusterAuthority:
                 raise ValueError("the certificate of no node")
             if known.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
                 raise ValueError("a certificate that has ended")
-        except (
-            ValueError,
-            TypeError,
-            IndexError,
-            InvalidSignature,
-            x509.ExtensionNotFound,
-        ) as error:
+        except _BAD_CERTIFICATE as error:
             raise Unauthenticated(
                 f"the certificate cannot be renewed: {str(error) or 'the signature is wrong'}",
                 next_step="Join the node again with a new token (`sojourn node token`).",
@@ -314,7 +316,7 @@ def _key_of(request: bytes) -> ec.EllipticCurvePublicKey:
             raise ValueError("a key of another kind than P-256")
         if not found.is_signature_valid:
             raise ValueError("whoever made it does not have its key")
-    except ValueError as error:
+    except (ValueError, UnsupportedAlgorithm) as error:
         raise InvalidRequest(f"the signing request is not valid: {error}", field="request") from (
             error
         )
