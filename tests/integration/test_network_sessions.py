@@ -335,6 +335,14 @@ def test_what_left_is_on_record_and_told_at_a_rollback(client: Sojourn, outside:
         assert session.rollback(after).left_behind is None
 
 
+_SMTP = """
+import socket
+with socket.create_connection(("other.example.org", 25), 10) as one:
+    one.sendall(b"EHLO me\\r\\n")
+    raise SystemExit(0 if one.recv(100) else "closed")
+"""
+
+
 def test_the_command_line_shows_and_sets_it(
     outside: Outside, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -350,6 +358,23 @@ def test_the_command_line_shows_and_sets_it(
     id = made.strip()
     shown, _ = sojourn("session", "network", id)
     assert "allowlist" in shown and "echo.example.com port 7" in shown
+    outside.client.secrets.set("CLI_KEY", "a long enough value", ["api.example.com"])
+    sojourn("secret", "grant", "CLI_KEY", id)
+    session = outside.client.sessions.get(id)
+    assert session.exec("printenv CLI_KEY").text.strip() == "sojourn-secret-CLI_KEY"
+    assert fetch(session, "http://other.example.org/") == "403"
+    assert not session.exec(["python3", "-c", _SMTP]).ok
+    denied, _ = sojourn("session", "effects", id, "--denied")
+    rows = denied.splitlines()[1:]
+    assert [row.split("  ")[-2:] for row in rows] == [
+        ["no-rule", "no rule allows other.example.org"]
+    ] * 2, denied
+    assert "other.example.org:80" in rows[0] and "other.example.org:25" in rows[1]
+    sojourn("session", "network", id, "allow=other.example.org", "deny=echo.example.com")
+    assert session.refresh().network.secrets == ["CLI_KEY"]
+    assert fetch(session, "http://other.example.org/") == "200"
+    sojourn("secret", "revoke", "CLI_KEY", id)
+    assert not session.exec("printenv CLI_KEY").ok
     policy = tmp_path / "policy.json"
     policy.write_text(
         '{"mode": "allowlist", "on_effects": "refuse",'
@@ -358,7 +383,6 @@ def test_the_command_line_shows_and_sets_it(
     shown, _ = sojourn("session", "network", id, "--set", str(policy), "--json")
     assert json.loads(shown)["on_effects"] == "refuse"
     sojourn("session", "snapshot", id, "--label", "before")
-    session = outside.client.sessions.get(id)
     assert fetch(session, "https://api.example.com/orders", "-d", "x=1") == "200"
     listed, _ = sojourn("session", "effects", id)
     assert "POST" in listed and "api.example.com:443/orders" in listed

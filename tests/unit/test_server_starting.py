@@ -12,20 +12,24 @@ import msgspec
 import pytest
 
 from sojourn.database import Database, open_database
+from sojourn.errors import Unreachable
 from sojourn.gateway.messages import Attach
 from sojourn.model import Session, SessionState
-from sojourn.model.network import NetworkMode, NetworkPolicy, SecretUse
+from sojourn.model.network import NetworkMode, NetworkPolicy, NetworkRule, SecretUse
 from sojourn.server.base import Principal
 from sojourn.server.gateways import EgressSettings, Wanted
 from sojourn.server.networks import Networks
 from sojourn.server.ports import Ports, PortSettings
-from sojourn.server.registry import Registry
+from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.secrets import Secrets
+from sojourn.server.updates import Updates
 from sojourn.wire.api import ExposePort, SetSecret
+from sojourn.wire.networks import NetworkChange
 from support.databases import insert_session, make_session
 
 RECORD: Any = types.SimpleNamespace(sandbox="sbx-1", driver="gvisor", epoch=2)
 USES = [SecretUse(["api.example.com"])]
+RULES = [NetworkRule("api", domains=["api.example.com"])]
 
 
 class FakeGateway:
@@ -48,6 +52,19 @@ class FakeGateway:
 
     def forget(self, sandbox: str) -> None:
         self._wanted.pop(sandbox, None)
+
+
+class BrokenGateway(FakeGateway):
+    """One that cannot start."""
+
+    async def need(self) -> None:
+        raise Unreachable("the gateway process does not start: no such namespace")
+
+    async def attach(self, sandbox: str, wanted: Wanted) -> None:
+        await self.need()
+
+    async def detach(self, sandbox: str) -> None:
+        """It serves nobody."""
 
 
 def run(
@@ -135,5 +152,61 @@ def test_a_port_that_is_exposed_during_a_start_is_served(tmp_path: Path, change:
             assert applied == [SessionState.RUNNING]
         finally:
             await ports.close()
+
+    run(session, tmp_path, scenario)
+
+
+def test_a_gateway_that_cannot_start_is_in_the_events_and_told_by_the_change(
+    tmp_path: Path,
+) -> None:
+    session = make_session(
+        state=SessionState.RUNNING, sandbox="sbx-1", network=NetworkPolicy(mode=NetworkMode.OPEN)
+    )
+    who = Principal(session.tenant, "someone", "tenant")
+    switched: list[bool] = []
+
+    async def set_network(on: bool) -> None:
+        switched.append(on)
+
+    async def scenario(database: Database, registry: Registry) -> None:
+        sandbox = types.SimpleNamespace(
+            record=RECORD,
+            frozen=False,
+            guest=None,
+            provide=lambda environment: None,
+            set_network=set_network,
+        )
+        driver = types.SimpleNamespace(capabilities=frozenset())
+        agent: Any = types.SimpleNamespace(
+            directory=tmp_path, find=lambda *_: sandbox, driver=lambda _: driver
+        )
+        networks = Networks(
+            agent=agent,
+            registry=registry,
+            database=database,
+            secrets=Secrets(database, tmp_path),
+            settings=EgressSettings(),
+            authority=tmp_path / "authority",
+        )
+        gateway: Any = BrokenGateway()
+        networks.gateway = gateway
+
+        async def commit(active: ActiveSession, changes: dict[str, Any], event: Any) -> None:
+            registry.update(msgspec.structs.replace(active.session, **changes))
+
+        context: Any = types.SimpleNamespace(
+            registry=registry, networks=networks, commit=commit, database=database
+        )
+        updates = Updates(context)
+        with pytest.raises(Unreachable, match=r"the policy is kept.*no such namespace"):
+            await updates.change_network(who, session.id, NetworkChange(allow=RULES))
+        active = registry.hold(session)
+        assert active.session.network.rules == RULES
+        (event,) = await database.list_events(session.id, kinds=["network.unavailable"])
+        assert event.result == "unreachable" and "no such namespace" in event.details["message"]
+        # Nothing is what is wanted, and it is what is had.
+        await updates.change_network(who, session.id, NetworkChange(mode=NetworkMode.NONE))
+        assert active.session.network.mode is NetworkMode.NONE
+        assert switched == [True, False]
 
     run(session, tmp_path, scenario)

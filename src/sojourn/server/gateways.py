@@ -117,6 +117,7 @@ class Gateway:
         self._process: asyncio.subprocess.Process | None = None
         self._control: Control | None = None
         self._ready = asyncio.Event()
+        self._failed = asyncio.Event()  # it ended, and none has served since
         self._in_order = asyncio.Lock()
         self._chores: set[asyncio.Task[None]] = set()
         self._starts = 0
@@ -147,15 +148,26 @@ class Gateway:
             raise Unreachable("the server stops", next_step="")
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(), name="gateway")
-        patience = _START_SECONDS if self._error is None else _AGAIN_SECONDS
+        if self._error is None and not self._ready.is_set():
+            await self._first_outcome()
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(_AGAIN_SECONDS):
                 await self._ready.wait()
         except TimeoutError:
             raise Unreachable(
                 f"the gateway process does not start: {self._error or 'no answer'}",
                 next_step="The server's log tells more; it is tried again by itself.",
             ) from None
+
+    async def _first_outcome(self) -> None:
+        """Until the process serves, or failed to start, or took too long."""
+        waiting = [asyncio.create_task(one.wait()) for one in (self._ready, self._failed)]
+        try:
+            await asyncio.wait(waiting, timeout=_START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
     async def attach(self, sandbox: str, wanted: Wanted) -> None:
         """Have a sandbox served, now and by every later process, as `wanted` says at that time;
@@ -238,6 +250,7 @@ class Gateway:
                     # A fault of this one must not be the end of every later one.
                     log.exception("a fault while the gateway process was kept")
                     self._error = f"a fault: {type(error).__name__}"
+                self._failed.set()
                 early = 0 if time.monotonic() - began > _WELL_SECONDS else early + 1
                 log.warning("the gateway process ended (%s); it is started again", self._error)
                 await self._told_lost()
@@ -301,6 +314,7 @@ class Gateway:
                 log.error("sandbox %s is not served: %s", sandbox, error)
         self._since = time.time()
         self._error = None
+        self._failed.clear()
         self._ready.set()
 
     async def _asked(self, body: Request) -> None:
