@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from sojourn.cli.databases import database_option
+from sojourn.cli.observing import observing_options
 
 
 @click.command("up", help="Run the server until it is stopped (SIGTERM, Ctrl-C).")
@@ -101,13 +102,7 @@ from sojourn.cli.databases import database_option
     help="Let sandboxes of E2B's clients reach the internet where they do not say whether they may."
     " [SOJOURN_E2B_INTERNET]",
 )
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="What is logged on standard error.",
-)
+@observing_options
 def command(
     data: Path | None,
     listen: str,
@@ -124,11 +119,11 @@ def command(
     egress_roots: Path | None,
     e2b_internet: bool,
     log_level: str,
+    log_format: str,
+    health_listen: str | None,
 ) -> None:
-    import logging
-    import sys
-
     from sojourn.cli.databases import database_location
+    from sojourn.cli.observing import observing
     from sojourn.cli.stores import store_location, store_secret
     from sojourn.model.paths import data_directory
     from sojourn.server.app import run
@@ -138,12 +133,6 @@ def command(
     from sojourn.server.replication import StoreSettings
     from sojourn.server.service_factory import open_service
 
-    logging.basicConfig(
-        level=log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     place = (data or data_directory()).absolute()
     settings = StoreSettings(
         url=store_location(store_url, place),
@@ -154,9 +143,11 @@ def command(
     egress = egress_settings(egress_namespace, egress_nameservers, egress_private, egress_roots)
     exposed = PortSettings(address=ports_address, domain=ports_domain)
     database_at = database_location(database, place)
-    run(
-        lambda: open_service(place, settings, egress, ports=exposed, database_at=database_at),
-        data=place,
-        address=listen,
-        e2b=Settings(internet=e2b_internet),
-    )
+    with observing("sojourn", log_level, log_format):
+        run(
+            lambda: open_service(place, settings, egress, ports=exposed, database_at=database_at),
+            data=place,
+            address=listen,
+            e2b=Settings(internet=e2b_internet),
+            health=health_listen,
+        )

@@ -22,6 +22,7 @@ from sojourn.database.deadlines import Deadlines
 from sojourn.database.durability import DurabilityRows
 from sojourn.database.effects import EffectRows
 from sojourn.database.engine import Engine, Statements, touched
+from sojourn.database.measured import MeasuredWriter
 from sojourn.database.nodes import NodeRows
 from sojourn.database.notices import Notices
 from sojourn.database.records import (
@@ -65,7 +66,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows, NodeRows):
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._writer = engine.writer
+        self._writer = MeasuredWriter(engine.writer)
         self._reader = engine.reader
         self._engine = engine
         self._notices = Notices()

@@ -15,7 +15,8 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import Awaitable
+import time
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,6 +41,7 @@ from sojourn.node.records import stacked
 from sojourn.node.sandboxes import Sandbox
 from sojourn.store.base import PendingLayer
 from sojourn.store.copying import written_early
+from sojourn.telemetry import declared, tracing
 from sojourn.wire.guest import GuestActivity, OpenUnlinked
 
 _A = TypeVar("_A")
@@ -89,8 +91,28 @@ def _refusal(found: list[OpenUnlinked]) -> UnlinkedOpenFile:
     )
 
 
-async def _freeze(sandbox: Sandbox, memory: bool) -> None:
-    """Freeze for a capture; with `memory`, refuse what a checkpoint would not survive."""
+@contextlib.contextmanager
+def _counted(kind: str, sandbox: Sandbox) -> Iterator[None]:
+    with tracing.span(f"capture {kind}", sojourn__session=sandbox.record.session):
+        try:
+            yield
+        except BaseException as error:
+            code = error.code if isinstance(error, SojournError) else "interrupted"
+            declared.CAPTURES.add(kind, code)
+            raise
+    declared.CAPTURES.add(kind, "ok")
+
+
+def _count_bytes(layer: LayerRef | None, image: MemoryRef | None) -> None:
+    if layer is not None:
+        declared.CAPTURE_BYTES.add("files", amount=layer.bytes)
+    if image is not None:
+        declared.CAPTURE_BYTES.add("memory", amount=image.bytes)
+
+
+async def _freeze(sandbox: Sandbox, memory: bool) -> float:
+    """Freeze for a capture; with `memory`, refuse what a checkpoint would not survive. Answers
+    since when it stands still (`time.perf_counter`)."""
     if memory and not sandbox.has(Capability.MEMORY):
         raise Unsupported(
             f"driver {sandbox.driver.name} keeps files only",
@@ -117,6 +139,7 @@ async def _freeze(sandbox: Sandbox, memory: bool) -> None:
             settle = await _wait_for_connections(sandbox)
         else:
             await sandbox.guest.sync()
+    still = time.perf_counter()
     if sandbox.has(Capability.FREEZE):
         await sandbox.freeze()
     if memory:
@@ -140,6 +163,7 @@ async def _freeze(sandbox: Sandbox, memory: bool) -> None:
                     f"a process holds {gone[0]!r} open, whose name is gone", path=gone[0], pid=None
                 )
             )
+    return still
 
 
 async def _look(sandbox: Sandbox) -> connections.Obstacles:
@@ -277,6 +301,7 @@ class LiveCapture:
             raise _as_capture_error(error) from error
         faultpoints.reach("capture.store")
         sandbox.since = (self._pending.scan, layer)
+        _count_bytes(layer, image)
         return Captured(layers=_chain(sandbox, layer), memory=image)
 
     def note(self) -> None:
@@ -300,7 +325,7 @@ async def begin_live(sandbox: Sandbox, *, memory: bool) -> LiveCapture:
     """
     if memory and not sandbox.has(Capability.LIVE_CHECKPOINT):
         raise Unsupported(f"driver {sandbox.driver.name} cannot checkpoint a running sandbox")
-    with sandbox.no_dials():
+    with sandbox.no_dials(), _counted("live", sandbox):
         return await _take_live(sandbox, memory)
 
 
@@ -309,7 +334,7 @@ async def _take_live(sandbox: Sandbox, memory: bool) -> LiveCapture:
     # Measured before the freeze: what happens in between makes the next turn count as changed,
     # which costs a snapshot but loses nothing.
     activity = None if stay_frozen else await sandbox.guest.activity()
-    await _freeze(sandbox, memory)
+    still = await _freeze(sandbox, memory)
     faultpoints.reach("capture.freeze")
     staged: Path | None = None
     pending: PendingLayer | None = None
@@ -326,6 +351,8 @@ async def _take_live(sandbox: Sandbox, memory: bool) -> LiveCapture:
             faultpoints.reach("capture.copy")
         finally:
             await _thaw_or_lost(sandbox, stay_frozen)
+            if not stay_frozen:
+                declared.CAPTURE_STALL_SECONDS.observe(time.perf_counter() - still, "live")
         faultpoints.reach("capture.thaw")
     except BaseException as error:
         if staged is not None:
@@ -382,13 +409,13 @@ async def capture_final(sandbox: Sandbox, *, memory: bool) -> Sealed:
 
     Raises like `capture_live`, the sandbox runs on then.
     """
-    with sandbox.no_dials():
+    with sandbox.no_dials(), _counted("final", sandbox):
         return await _take_final(sandbox, memory)
 
 
 async def _take_final(sandbox: Sandbox, memory: bool) -> Sealed:
     stay_frozen = sandbox.frozen
-    await _freeze(sandbox, memory)
+    still = await _freeze(sandbox, memory)
     faultpoints.reach("seal.freeze")
     staged: Path | None = None
     try:
@@ -409,6 +436,9 @@ async def _take_final(sandbox: Sandbox, memory: bool) -> Sealed:
         with contextlib.suppress(SandboxLost):
             await _thaw_or_lost(sandbox, stay_frozen)
         raise _as_capture_error(error) from error
+    _count_bytes(sealed.ref, image)
+    if not stay_frozen:
+        declared.CAPTURE_STALL_SECONDS.observe(time.perf_counter() - still, "final")
     return Sealed(
         layers=_chain(sandbox, sealed.ref),
         layer=None if sealed.ref.entries == 0 else sealed.ref,

@@ -36,6 +36,8 @@ from sojourn.server.e2b.app import E2B
 from sojourn.server.e2b.ids import load_key
 from sojourn.server.e2b.sandboxes import Settings
 from sojourn.server.endpoints import Endpoint, build
+from sojourn.server.health_listener import health_listener
+from sojourn.server.listening import listen as listen
 from sojourn.server.observed import Observed, by_token
 from sojourn.server.openapi import openapi_handler
 from sojourn.server.routes import (
@@ -230,28 +232,6 @@ def serve_app(
     return _Server(config, shutdown, ready)
 
 
-def listen(address: str) -> tuple[socket.socket, str]:
-    """A listening socket for HOST:PORT (port 0 takes a free one), and its URL."""
-    host, colon, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise InvalidRequest(f"{address!r} is not HOST:PORT", field="listen")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, int(port)))
-    except OSError as error:
-        found.close()
-        raise InvalidRequest(
-            f"cannot listen on {address}: {error.strerror or error}",
-            next_step="Choose another address, or port 0 for a free one.",
-            field="listen",
-        ) from error
-    shown = f"[{host}]" if family == socket.AF_INET6 else host
-    return found, f"http://{shown}:{found.getsockname()[1]}"
-
-
 def _publish(place: Path, content: bytes) -> None:
     """Write a small file whole; where there is no room for a new one, over the old one's bytes."""
     fresh = place.with_name(f"{place.name}.{os.getpid()}")
@@ -294,13 +274,16 @@ async def serve(
     address: str,
     ready: Callable[[str], None],
     e2b: Settings | None = None,
+    health: str | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `ready` is called with the URL once requests are answered."""
+    """Serve until SIGTERM or SIGINT. `ready` is called with the URL once requests are answered.
+    `health` is where probes and scrapes are answered without a token."""
     found, url = listen(address)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(found.close)
         service = await stack.enter_async_context(open_service())
         stack.enter_context(published_address(data, url))
+        await stack.enter_async_context(health_listener(health))
         server = make_server(service, ready=lambda: ready(url), e2b_key=load_key(data), e2b=e2b)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -315,6 +298,7 @@ def run(
     data: Path,
     address: str,
     e2b: Settings | None = None,
+    health: str | None = None,
 ) -> None:
     """Serve in this process, saying `ready URL` on standard output."""
     import uvloop
@@ -324,4 +308,6 @@ def run(
         sys.stdout.flush()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(open_service, data=data, address=address, ready=ready, e2b=e2b))
+        runner.run(
+            serve(open_service, data=data, address=address, ready=ready, e2b=e2b, health=health)
+        )

@@ -23,6 +23,7 @@ from sojourn.errors import InvalidRequest, SojournError, Unreachable
 from sojourn.gateway.control import Control, Request
 from sojourn.gateway.messages import Attach, Began, Detach, Ended, Start, Withheld
 from sojourn.server.sender import end_process
+from sojourn.telemetry import declared
 from sojourn.wire.api import GatewayInfo
 
 log = logging.getLogger(__name__)
@@ -277,6 +278,7 @@ class Gateway:
             ours.setblocking(False)
             control = self._control = await Control.open(ours, self._asked)
             self._starts += 1
+            declared.GATEWAY_STARTS.add()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",

@@ -190,7 +190,7 @@ class Operations:
     def run(self, operation: Operation, active: ActiveSession) -> asyncio.Task[Operation]:
         """Run (or take up again) an operation in the background."""
         work = observing.observed(
-            operation, active.session.epoch, self._execute(operation, active)
+            operation, active.session.epoch, lambda: self._execute(operation, active)
         )
         task = self._context.soon(work, f"operation {operation.id}")
         self._tasks[operation.id] = task
