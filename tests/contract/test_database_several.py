@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -181,6 +182,27 @@ def test_no_child_is_lost_to_the_removal_of_its_parent(database: Harness) -> Non
                 assert tree == {first.id: None}
             else:
                 assert tree == {first.id: None, child.id: first.id}
+
+    run_two(database, scenario)
+
+
+def test_several_that_prune_at_once_remove_everything_once(
+    database: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sojourn.database.sql_database._PRUNED", 3)
+
+    async def scenario(one: Database, two: Database) -> None:
+        session = await insert_session(one, make_session())
+        for number in range(11):
+            operation, _ = await begin_made(one, number, session)
+            await one.finish(operation.id)
+        now = time.time() + 30 * 86400.0
+        kept = await begin_made(one, 11, session)
+        pruned = await asyncio.gather(*[db.prune(now) for db in (one, two, one)])
+        again = await one.prune(now)
+        assert sum(one.keys for one in [*pruned, again]) == 11
+        assert sum(one.operations for one in [*pruned, again]) == 11
+        assert await one.unfinished_operations() == [kept[0]]
 
     run_two(database, scenario)
 

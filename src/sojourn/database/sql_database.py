@@ -58,6 +58,7 @@ from sojourn.model.sessions import Session, SessionKind, SessionState
 _LIVE = tuple(state for state in SessionState if state is not SessionState.DELETED)
 _POLL = 5.0  # seconds; only another process's events come without a notice
 _PAGE = 1000
+_PRUNED = 2000  # rows in one transaction
 _MOVES = 32  # deadlines moved in one transaction
 
 
@@ -406,16 +407,23 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows, NodeRows):
     async def prune(
         self, now: float, *, operations_after: float = 7 * 86400.0, sessions_after: float = 86400.0
     ) -> Pruned:
-        def work(statements: Statements) -> Pruned:
-            keys = statements.count("prune_keys", {"now": now})
-            operations = statements.count("prune_operations", {"before": now - operations_after})
-            sessions = statements.count(
-                "prune_sessions", {"before": now - sessions_after, "now": now}
-            )
-            return Pruned(operations, keys, sessions)
+        keys = await self._prune("prune_keys", {"now": now})
+        operations = await self._prune("prune_operations", {"before": now - operations_after})
+        ended = {"before": now - sessions_after, "now": now}
+        sessions = await self._prune("prune_sessions", ended)
+        return Pruned(operations, keys, sessions)
 
-        pruned: Pruned = await self._writer.submit(work, durable=True)
-        return pruned
+    async def _prune(self, query: str, parameters: Mapping[str, Any]) -> int:
+        """So many at a time that nothing waits long for them, and no statement takes too long."""
+        total = 0
+        while True:
+            pruned = await self._writer.submit(
+                lambda statements: statements.count(query, {**parameters, "limit": _PRUNED}),
+                durable=True,
+            )
+            total += pruned
+            if pruned < _PRUNED:
+                return total
 
 
 def _sessions_with_events(items: Sequence[writes.Write]) -> set[str]:

@@ -22,11 +22,6 @@ SELECT {operation} FROM operations
 WHERE state IN ('pending', 'running') AND (CAST(:server AS TEXT) IS NULL OR server = :server)
 ORDER BY created_at, id;
 
--- name: prune_operations
-DELETE FROM operations
-WHERE finished_at < :before AND state NOT IN ('pending', 'running')
-    AND NOT EXISTS (SELECT 1 FROM idempotency WHERE idempotency.operation = operations.id);
-
 -- name: find_key
 SELECT digest, operation, expires_at FROM idempotency WHERE tenant = :tenant AND key = :key;
 
@@ -41,8 +36,3 @@ VALUES (:tenant, :key, :digest, :operation, :expires_at);
 
 -- name: delete_key
 DELETE FROM idempotency WHERE tenant = :tenant AND key = :key;
-
--- name: prune_keys
-DELETE FROM idempotency
-WHERE expires_at <= :now AND operation NOT IN (
-    SELECT id FROM operations WHERE state IN ('pending', 'running'));

@@ -17,3 +17,24 @@ WHERE id IN (
     ORDER BY created_at, id LIMIT :limit
     FOR UPDATE SKIP LOCKED)
 RETURNING {operation};
+
+-- name: prune_operations
+-- What another process is at is left to it.
+WITH gone (id) AS (
+    SELECT id FROM operations
+    WHERE finished_at < :before AND state NOT IN ('pending', 'running')
+        AND NOT EXISTS (SELECT 1 FROM idempotency WHERE idempotency.operation = operations.id)
+    ORDER BY finished_at LIMIT :limit
+    FOR UPDATE SKIP LOCKED)
+DELETE FROM operations WHERE id IN (SELECT id FROM gone);
+
+-- name: prune_keys
+WITH gone (tenant, key) AS (
+    SELECT tenant, key FROM idempotency
+    WHERE expires_at <= :now AND NOT EXISTS (
+        SELECT 1 FROM operations
+        WHERE operations.id = idempotency.operation AND state IN ('pending', 'running'))
+    ORDER BY expires_at LIMIT :limit
+    FOR UPDATE SKIP LOCKED)
+DELETE FROM idempotency USING gone
+WHERE idempotency.tenant = gone.tenant AND idempotency.key = gone.key;

@@ -55,7 +55,7 @@ WITH gone (id) AS (
                 AND (operations.state IN ('pending', 'running') OR EXISTS (
                     SELECT 1 FROM idempotency WHERE idempotency.operation = operations.id
                         AND idempotency.expires_at > :now)))
-    ORDER BY id
+    ORDER BY updated_at LIMIT :limit
     FOR UPDATE SKIP LOCKED),
 dropped AS (DELETE FROM operations WHERE session IN (SELECT id FROM gone))
 DELETE FROM sessions WHERE id IN (SELECT id FROM gone);

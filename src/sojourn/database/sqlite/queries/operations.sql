@@ -16,3 +16,18 @@ WHERE id IN (
     WHERE state IN ('pending', 'running') AND updated_at < :before AND server <> :server
     ORDER BY created_at, id LIMIT :limit)
 RETURNING {operation};
+
+-- name: prune_operations
+DELETE FROM operations WHERE id IN (
+    SELECT id FROM operations
+    WHERE finished_at < :before AND state NOT IN ('pending', 'running')
+        AND NOT EXISTS (SELECT 1 FROM idempotency WHERE idempotency.operation = operations.id)
+    ORDER BY finished_at LIMIT :limit);
+
+-- name: prune_keys
+DELETE FROM idempotency WHERE (tenant, key) IN (
+    SELECT tenant, key FROM idempotency
+    WHERE expires_at <= :now AND NOT EXISTS (
+        SELECT 1 FROM operations
+        WHERE operations.id = idempotency.operation AND state IN ('pending', 'running'))
+    ORDER BY expires_at LIMIT :limit);

@@ -37,12 +37,13 @@ ORDER BY min(coalesce(idle_deadline, 9e999), coalesce(lifetime_deadline, 9e999))
 LIMIT :limit;
 
 -- name: prune_sessions
-DELETE FROM sessions
-WHERE state = 'deleted' AND updated_at < :before
-    AND NOT EXISTS (SELECT 1 FROM snapshots WHERE snapshots.session = sessions.id)
-    AND NOT EXISTS (
-        SELECT 1 FROM operations WHERE operations.session = sessions.id
-            AND (operations.state IN ('pending', 'running') OR EXISTS (
-                SELECT 1 FROM idempotency
-                WHERE idempotency.operation = operations.id AND idempotency.expires_at > :now))
-    );
+DELETE FROM sessions WHERE id IN (
+    SELECT id FROM sessions
+    WHERE state = 'deleted' AND updated_at < :before
+        AND NOT EXISTS (SELECT 1 FROM snapshots WHERE snapshots.session = sessions.id)
+        AND NOT EXISTS (
+            SELECT 1 FROM operations WHERE operations.session = sessions.id
+                AND (operations.state IN ('pending', 'running') OR EXISTS (
+                    SELECT 1 FROM idempotency WHERE idempotency.operation = operations.id
+                        AND idempotency.expires_at > :now)))
+    ORDER BY updated_at LIMIT :limit);
