@@ -31,7 +31,7 @@ import sys
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -66,11 +66,17 @@ class S3Server:
     @classmethod
     @contextlib.contextmanager
     def running(
-        cls, *, free_requests: int | None = None, certificate: tuple[Path, Path] | None = None
+        cls,
+        *,
+        free_requests: int | None = None,
+        certificate: tuple[Path, Path] | None = None,
+        inside: Sequence[str] = (),
+        address: str = "127.0.0.1",
     ) -> Iterator[S3Server]:
         """Start one on a free port; it is gone afterwards. With `free_requests` only so many are
-        answered before signatures are checked; with `certificate` and its key it speaks TLS."""
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+        answered before signatures are checked; with `certificate` and its key it speaks TLS.
+        `inside` goes before its command and puts it into a network namespace."""
+        command = [*inside, sys.executable, "-m", "moto.server", "-H", address, "-p", "0"]
         if certificate is not None:
             command += ["-s", "-c", str(certificate[0]), "-k", str(certificate[1])]
         checked = {}
@@ -89,7 +95,7 @@ class S3Server:
             said = b""
             for line in process.stderr:
                 said += line
-                found = re.search(rb"Running on (https?://127\.0\.0\.1:\d+)", line)
+                found = re.search(rb"Running on (https?://[0-9.]+:\d+)", line)
                 if found:
                     break
             else:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psycopg
@@ -73,7 +73,17 @@ def _with(directory: Path, place: Path, then: list[str]) -> list[str]:
 class PostgresServer:
     """One server with its data in a new directory below `parent`."""
 
-    def __init__(self, parent: Path, *, durable: bool = False) -> None:
+    def __init__(
+        self,
+        parent: Path,
+        *,
+        durable: bool = False,
+        inside: Sequence[str] = (),
+        address: str | None = None,
+        trusted: str = "127.0.0.1/32",
+    ) -> None:
+        """`inside` goes before its commands and puts them into a network namespace; `address` is
+        where it listens there, for the network `trusted`."""
         # The path of a socket has at most 107 bytes, more than some directories of tests leave.
         self.sockets = Path(tempfile.mkdtemp(prefix="sojourn-pg-"))
         self.data = parent / "postgres"
@@ -88,7 +98,11 @@ class PostgresServer:
             around = self._programs.parents[2]
             self._prefix = _with(around, self._seen, as_user)
             self._programs = self._seen / self._programs.relative_to(around)
+        self._prefix = [*inside, *self._prefix]
+        self._address = address
         self._settings = _SETTINGS if durable else _SETTINGS | _FAST
+        if address is not None:
+            self._settings = self._settings | {"listen_addresses": address}
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
         try:
@@ -110,6 +124,9 @@ class PostgresServer:
                 "--locale=C",
                 "--no-instructions",
             )
+            if address is not None:
+                with (self.data / "pg_hba.conf").open("a") as rules:
+                    rules.write(f"host all all {trusted} trust\n")
         except BaseException:
             shutil.rmtree(self.sockets, ignore_errors=True)
             raise
@@ -190,6 +207,10 @@ class PostgresServer:
     def url(self, database: str) -> str:
         """The URL of one of its databases."""
         return f"postgresql://sojourn@/{database}?host={self.sockets}"
+
+    def address_url(self, database: str) -> str:
+        """Its URL by the address it listens on."""
+        return f"postgresql://sojourn@{self._address}:5432/{database}"
 
     def connect(self, database: str = "postgres") -> psycopg.Connection[tuple[object, ...]]:
         """A connection of the test's own."""
