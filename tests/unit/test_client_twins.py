@@ -99,6 +99,7 @@ def test_exports() -> None:
         ("sojourn.client.sync_client", "litestar"),
         ("sojourn.cli.main", "httpcore"),
         ("sojourn.cli.session", "httpcore"),
+        ("sojourn.server.app", "sojourn.server.e2b.sandboxes"),
     ],
 )
 def test_imports_stay_cheap(module: str, unwanted: str) -> None:

@@ -127,7 +127,7 @@ def command(
     from sojourn.cli.stores import store_location, store_secret
     from sojourn.model.paths import data_directory
     from sojourn.server.app import run
-    from sojourn.server.e2b.sandboxes import Settings
+    from sojourn.server.e2b.settings import Settings
     from sojourn.server.gateways import egress_settings
     from sojourn.server.ports import PortSettings
     from sojourn.server.replication import StoreSettings

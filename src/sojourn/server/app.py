@@ -32,9 +32,9 @@ from sojourn.errors import InvalidRequest, NotFound, SojournError, TooLarge, to_
 from sojourn.model.paths import server_file
 from sojourn.server.answers import Shutdown, internal_error
 from sojourn.server.base import SessionService
-from sojourn.server.e2b.app import E2B
 from sojourn.server.e2b.ids import load_key
-from sojourn.server.e2b.sandboxes import Settings
+from sojourn.server.e2b.lazy import LazyE2B
+from sojourn.server.e2b.settings import Settings
 from sojourn.server.endpoints import Endpoint, build
 from sojourn.server.health_listener import health_listener
 from sojourn.server.listening import listen as listen
@@ -198,7 +198,7 @@ def make_server(
     shutdown = Shutdown()
     app: Any = create_app(service, shutdown=shutdown)
     if e2b_key is not None:
-        app = E2B(app, service, e2b_key, shutdown, e2b)
+        app = LazyE2B(app, service, e2b_key, shutdown, e2b)
     app = Observed(app, by_token(service.authenticate))
     return serve_app(app, shutdown, ready)
 

@@ -12,10 +12,8 @@ latter when they sign the address of a file. None of these paths begins with /v1
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from litestar.types import ASGIApp, Receive, Scope, Send
@@ -27,7 +25,7 @@ from sojourn.errors import (
     Unauthenticated,
 )
 from sojourn.server.answers import Answer, Shutdown, internal_error
-from sojourn.server.base import SessionService
+from sojourn.server.base import Principal, SessionService
 from sojourn.server.e2b import connect, failures, ids
 from sojourn.server.e2b.calls import JSON, Call, Route, nothing
 from sojourn.server.e2b.contents import Contents, expired
@@ -37,7 +35,8 @@ from sojourn.server.e2b.filesystem import Filesystem
 from sojourn.server.e2b.interpreters import Interpreters
 from sojourn.server.e2b.processes import Processes
 from sojourn.server.e2b.rooms import Rooms
-from sojourn.server.e2b.sandboxes import TEMPLATE, Sandboxes, Settings
+from sojourn.server.e2b.sandboxes import Sandboxes
+from sojourn.server.e2b.settings import TEMPLATE, Settings
 from sojourn.server.e2b.watchers import Watchers
 
 API, FILES, CODE, UNARY, STREAM = "api", "files", "code", "unary", "stream"
@@ -74,6 +73,7 @@ class E2B:
         self._tokens = ids.Tokens(key)
         sandboxes = Sandboxes(service, self._tokens, settings or Settings())
         self._sandboxes = sandboxes
+        self._begun: asyncio.Task[None] | None = None
         self._drains = Drains(service)
         rooms = Rooms(sandboxes, self._drains)
         self._watchers = Watchers(rooms)
@@ -161,10 +161,6 @@ class E2B:
     # -- requests ---------------------------------------------------------------------------
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if str(scope["type"]) == "lifespan":
-            async with self._running():
-                await self._inner(scope, receive, send)
-            return
         path = scope.get("path", "")
         found = None if path.startswith("/v1/") else self._find(str(scope.get("method")), path)
         if found is None:
@@ -190,16 +186,21 @@ class E2B:
                 return declared, found.groupdict()
         return None
 
-    @contextlib.asynccontextmanager
-    async def _running(self) -> AsyncIterator[None]:
-        begun = asyncio.create_task(self._begin(), name="sandboxes of before")
-        try:
-            yield
-        finally:
-            begun.cancel()
-            await asyncio.gather(begun, return_exceptions=True)
-            await self._watchers.stop()
-            await self._drains.stop()
+    def start(self) -> None:
+        """Begin to serve, from within the event loop."""
+        self._begun = asyncio.create_task(self._begin(), name="sandboxes of before")
+
+    async def stop(self) -> None:
+        """End what runs in the background."""
+        if self._begun is not None:
+            self._begun.cancel()
+            await asyncio.gather(self._begun, return_exceptions=True)
+        await self._watchers.stop()
+        await self._drains.stop()
+
+    async def exposes(self, session: str, port: int) -> Principal | None:
+        """Who exposes a port that a request names; None: nobody."""
+        return await self._sandboxes.exposes(session, port)
 
     async def _begin(self) -> None:
         """Take up what an earlier server served: ports that are asked for, output nobody reads."""

@@ -20,9 +20,7 @@ from sojourn.server.e2b import failures, ids, metrics, networks
 from sojourn.server.e2b.calls import Call, answer, nothing
 from sojourn.server.e2b.rooms import Rooms
 from sojourn.server.e2b.sandboxes import (
-    PREFIX,
     SNAPSHOT,
-    TEMPLATE,
     Sandboxes,
     check_seconds,
 )
@@ -35,6 +33,7 @@ from sojourn.server.e2b.schemas import (
     SetTimeout,
     SnapshotSandbox,
 )
+from sojourn.server.e2b.settings import PREFIX, TEMPLATE
 from sojourn.server.e2b.snapshots import Snapshots
 from sojourn.wire.api import SessionInfo, UpdateSession
 

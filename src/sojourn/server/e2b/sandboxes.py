@@ -37,6 +37,7 @@ from sojourn.server.e2b.schemas import (
     NewSandbox,
     stamp,
 )
+from sojourn.server.e2b.settings import PREFIX, TEMPLATE, Settings
 from sojourn.wire.api import (
     CreateSession,
     ForkRequest,
@@ -48,9 +49,7 @@ from sojourn.wire.api import (
 
 log = logging.getLogger(__name__)
 
-# Reserved labels: what E2B wants to know of a sandbox and a session has no place for.
-PREFIX = "sojourn.e2b."
-TEMPLATE = PREFIX + "template"  # the name it was asked for by; also marks sandboxes made here
+# Further reserved labels.
 ON_TIMEOUT = PREFIX + "on-timeout"  # kill or pause
 TIMEOUT = PREFIX + "timeout"  # seconds, for a wake by traffic
 ENVIRONMENT = PREFIX + "env"  # of sandboxes made from snapshots: a fork has its source's
@@ -62,12 +61,6 @@ DEFAULT_TEMPLATES = frozenset({"", "base", "code-interpreter-v1", "code-interpre
 MAX_TIMEOUT = 366 * 86400
 _WAIT = 60.0
 _PAGE = 100
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """How E2B's clients are served: whether a sandbox that says nothing of the internet has it."""
-
-    internet: bool = False
 
 
 def metadata(info: SessionInfo) -> dict[str, str]:
@@ -121,7 +114,7 @@ class Sandboxes:
         self.tokens = tokens
         self.settings = settings
         self._domain: str | None = None
-        service.ports.on_request(self._exposes)
+        service.ports.on_request(self.exposes)
 
     # -- ports ------------------------------------------------------------------------------
 
@@ -134,7 +127,7 @@ class Sandboxes:
                 log.warning("ports of sandboxes are not served: %s", error)
         return self._domain
 
-    async def _exposes(self, session: str, port: int) -> Principal | None:
+    async def exposes(self, session: str, port: int) -> Principal | None:
         """Every port of a sandbox is public, as E2B has it; those of other sessions are not."""
         tenant = await self.known.tenant(session)
         if tenant is None:
