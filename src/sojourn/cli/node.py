@@ -12,6 +12,8 @@ from pathlib import Path
 import click
 
 from sojourn.cli.connection import connect
+from sojourn.cli.egress import egress_options
+from sojourn.cli.observing import observing, observing_options
 from sojourn.cli.output import emit, json_option, labels_text, pairs, say, size, table
 from sojourn.wire.nodes import NodeInfo
 
@@ -144,3 +146,98 @@ def join(server: str, token: str, name: str | None, data: Path | None, as_json: 
         as_json,
         lambda: say(f"{identity.name} joined as {identity.node}; `sojourn node run` starts it"),
     )
+
+
+@node.command("run", help="Run this node until it is stopped (SIGTERM, Ctrl-C).")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Data directory of the node, as it joined. [SOJOURN_DATA]",
+)
+@click.option(
+    "--listen",
+    envvar="SOJOURN_NODE_LISTEN",
+    default="127.0.0.1:0",
+    show_default=True,
+    help="HOST:PORT where servers reach the node, over mutual TLS. [SOJOURN_NODE_LISTEN]",
+)
+@click.option(
+    "--address",
+    envvar="SOJOURN_NODE_ADDRESS",
+    help="The same as servers see it, where that is another. [SOJOURN_NODE_ADDRESS]",
+)
+@click.option(
+    "--taint", "taints", multiple=True, help="Keep the node for sessions that tolerate TAINT."
+)
+@click.option(
+    "--capacity",
+    envvar="SOJOURN_NODE_CAPACITY",
+    help="What of the machine sessions may use: cpus=N,memory=BYTES,disk=BYTES,sessions=N, each"
+    " where it is not all there is. [SOJOURN_NODE_CAPACITY]",
+)
+@click.option(
+    "--cache-bytes",
+    type=click.IntRange(min=0),
+    envvar="SOJOURN_CACHE_BYTES",
+    help="Most the node's own store takes; what is durable and unused goes first. [no limit]",
+)
+@click.option(
+    "--store-collect",
+    type=click.FloatRange(min=0),
+    envvar="SOJOURN_STORE_COLLECT",
+    default=6 * 3600.0,
+    show_default=True,
+    help="Seconds between two collections of the object store by its nodes; 0: none.",
+)
+@egress_options
+@click.option(
+    "--e2b-internet",
+    envvar="SOJOURN_E2B_INTERNET",
+    is_flag=True,
+    help="Let sandboxes of E2B's clients reach the internet where they do not say whether they may."
+    " [SOJOURN_E2B_INTERNET]",
+)
+@observing_options
+def run(
+    data: Path | None,
+    listen: str,
+    address: str | None,
+    taints: tuple[str, ...],
+    capacity: str | None,
+    cache_bytes: int | None,
+    store_collect: float,
+    egress_namespace: str | None,
+    egress_nameservers: str | None,
+    egress_private: str | None,
+    egress_roots: Path | None,
+    e2b_internet: bool,
+    log_level: str,
+    log_format: str,
+    health_listen: str | None,
+) -> None:
+    from sojourn.model.paths import data_directory
+    from sojourn.server.cluster.identity import read_identity
+    from sojourn.server.cluster.serving import environment_number
+    from sojourn.server.e2b.settings import Settings
+    from sojourn.server.gateways import egress_settings
+    from sojourn.server.nodes.lease import LEASE_SECONDS
+    from sojourn.server.nodes.serving import RunSettings, run_node
+    from sojourn.server.nodes.starting import read_capacity
+
+    place = (data or data_directory()).absolute()
+    settings = RunSettings(
+        identity=read_identity(place),
+        data=place,
+        listen=listen,
+        address=address,
+        lease=environment_number("SOJOURN_NODE_LEASE", LEASE_SECONDS),
+        capacity=read_capacity(capacity, place) if capacity else None,
+        taints=list(taints),
+        egress=egress_settings(egress_namespace, egress_nameservers, egress_private, egress_roots),
+        e2b=Settings(internet=e2b_internet),
+        cache_bytes=cache_bytes,
+        collect_every=store_collect,
+        health=health_listen,
+    )
+    with observing("sojourn-node", log_level, log_format):
+        run_node(settings)

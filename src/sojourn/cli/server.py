@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from sojourn.cli.databases import database_option
+from sojourn.cli.observing import observing, observing_options
 
 
 @click.command(
@@ -86,13 +87,7 @@ from sojourn.cli.databases import database_option
     help="How many times what a node has the limits of its sandboxes may add up to."
     " [SOJOURN_OVERCOMMIT]",
 )
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="What is logged on standard error.",
-)
+@observing_options
 def command(
     data: Path | None,
     listen: str,
@@ -106,10 +101,9 @@ def command(
     place: str,
     overcommit: str,
     log_level: str,
+    log_format: str,
+    health_listen: str | None,
 ) -> None:
-    import logging
-    import sys
-
     from sojourn.cli.databases import database_location
     from sojourn.cli.stores import read_secret, store_location, store_secret
     from sojourn.errors import InvalidRequest
@@ -119,12 +113,6 @@ def command(
     from sojourn.server.nodes.lease import LEASE_SECONDS
     from sojourn.server.secret_store import parse_key
 
-    logging.basicConfig(
-        level=log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     place_of_data = (data or data_directory()).absolute()
     key = read_secret(
         cluster_key_file, "SOJOURN_CLUSTER_KEY_FILE", "SOJOURN_CLUSTER_KEY", field="cluster_key"
@@ -143,18 +131,20 @@ def command(
             next_step="Give --store s3://BUCKET/PREFIX, or a directory all of them share.",
             field="store",
         )
-    run_server(
-        ServerSettings(
-            database=database_location(database, place_of_data),
-            store=store,
-            store_key=store_secret(store_key_file),
-            cluster_key=parse_key(key, "the cluster's key file"),
-            data=place_of_data,
-            listen=listen,
-            nodes_listen=nodes_listen,
-            nodes_url=nodes_url,
-            token_file=token_file,
-            placing=read_settings(place, overcommit),
-            lease=environment_number("SOJOURN_NODE_LEASE", LEASE_SECONDS),
+    with observing("sojourn-server", log_level, log_format):
+        run_server(
+            ServerSettings(
+                database=database_location(database, place_of_data),
+                store=store,
+                store_key=store_secret(store_key_file),
+                cluster_key=parse_key(key, "the cluster's key file"),
+                data=place_of_data,
+                listen=listen,
+                nodes_listen=nodes_listen,
+                nodes_url=nodes_url,
+                token_file=token_file,
+                health=health_listen,
+                placing=read_settings(place, overcommit),
+                lease=environment_number("SOJOURN_NODE_LEASE", LEASE_SECONDS),
+            )
         )
-    )

@@ -50,6 +50,7 @@ from sojourn.server.cluster.rooms import Rooms
 from sojourn.server.cluster.targets import Targets
 from sojourn.server.cluster.upstream import Upstream
 from sojourn.server.cluster.values import ClusterValues, open_values
+from sojourn.server.health_listener import health_listener
 from sojourn.server.nodes.lease import LEASE_SECONDS
 from sojourn.store.copying import write_whole
 
@@ -77,6 +78,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
     patience: float = PATIENCE_SECONDS
     lease: float = LEASE_SECONDS
     grace: float = GRACE_SECONDS
+    health: str | None = None
 
     def __repr__(self) -> str:
         return "ServerSettings()"
@@ -168,6 +170,9 @@ async def serve(settings: ServerSettings, ready: Callable[[str, str], None]) -> 
         failover = Failover(database, lease=settings.lease, grace=settings.grace)
         failover.start()
         stack.push_async_callback(failover.stop)
+        await stack.enter_async_context(
+            health_listener(settings.health, lambda: not stopping.stopping)
+        )
         stack.enter_context(published_address(settings.data, url))
         server = serve_app(front, stopping, lambda: ready(url, nodes_url))
         nodes_server = serve_app(
