@@ -6,9 +6,10 @@ the body is bounded unless a route reads it as it comes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 from litestar.types import ASGIApp, Receive, Scope
@@ -42,13 +43,7 @@ class Call:
         self.service = service
         self.shutdown = shutdown
         self.groups = groups
-        self.query: dict[str, str] = dict(
-            parse_qsl(
-                scope["query_string"].decode("latin-1"),
-                keep_blank_values=True,
-                errors="surrogateescape",
-            )
-        )
+        self._query: bytes = scope["query_string"]
         self.who = Principal("", "", "")
         self.sandbox = ""
         """The sandbox id, as the client said it."""
@@ -57,6 +52,11 @@ class Call:
     def session(self) -> str:
         """The session's id."""
         return self.groups["session"]
+
+    @functools.cached_property
+    def query(self) -> dict[str, str]:
+        """What the address asks for; of a name that comes twice, the last."""
+        return query(self._query)
 
     def header(self, name: bytes) -> str | None:
         """A header's value as text."""
@@ -94,6 +94,23 @@ class Call:
             return msgspec.json.decode(await self.body() or b"{}", type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"the body is not valid: {error}") from error
+
+
+def query(raw: bytes) -> dict[str, str]:
+    """The values of a query string. What is no UTF-8 is kept in surrogates."""
+    found = {}
+    for part in raw.decode("latin-1").split("&"):
+        if part:
+            name, _, value = part.partition("=")
+            found[_plain(name)] = _plain(value)
+    return found
+
+
+def _plain(text: str) -> str:
+    text = text.replace("+", " ")
+    if "%" not in text and text.isascii():
+        return text
+    return unquote_to_bytes(text.encode("latin-1")).decode("utf-8", "surrogateescape")
 
 
 Route = Callable[[Call], Awaitable[ASGIApp]]
