@@ -16,7 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psycopg
@@ -81,9 +81,10 @@ class PostgresServer:
         inside: Sequence[str] = (),
         address: str | None = None,
         trusted: str = "127.0.0.1/32",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         """`inside` goes before its commands and puts them into a network namespace; `address` is
-        where it listens there, for the network `trusted`."""
+        where it listens there, for the network `trusted`. `settings` are further ones of it."""
         # The path of a socket has at most 107 bytes, more than some directories of tests leave.
         self.sockets = Path(tempfile.mkdtemp(prefix="sojourn-pg-"))
         self.data = parent / "postgres"
@@ -100,7 +101,7 @@ class PostgresServer:
             self._programs = self._seen / self._programs.relative_to(around)
         self._prefix = [*inside, *self._prefix]
         self._address = address
-        self._settings = _SETTINGS if durable else _SETTINGS | _FAST
+        self._settings = (_SETTINGS if durable else _SETTINGS | _FAST) | dict(settings or {})
         if address is not None:
             self._settings = self._settings | {"listen_addresses": address}
         self._process: subprocess.Popen[bytes] | None = None
@@ -136,6 +137,11 @@ class PostgresServer:
         done = subprocess.run(command, cwd="/", stdin=subprocess.DEVNULL, capture_output=True)
         if done.returncode != 0:
             raise RuntimeError(f"{program} failed: {done.stderr.decode(errors='replace')}")
+
+    @property
+    def pid(self) -> int | None:
+        """The first process of the running server; the others are its children."""
+        return self._process.pid if self._process is not None else None
 
     # -- life -------------------------------------------------------------------------------
     def start(self) -> None:
@@ -256,9 +262,11 @@ def _children(parent: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def postgres_server(parent: Path, *, durable: bool = False) -> Iterator[PostgresServer]:
+def postgres_server(
+    parent: Path, *, durable: bool = False, settings: Mapping[str, str] | None = None
+) -> Iterator[PostgresServer]:
     """A running server, gone afterwards."""
-    server = PostgresServer(parent, durable=durable)
+    server = PostgresServer(parent, durable=durable, settings=settings)
     try:
         server.start()
         yield server

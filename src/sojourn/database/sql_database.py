@@ -171,7 +171,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows, NodeRows):
             },
         )
         found = [self._deadlines.seen(SESSIONS.read(row)) for row in rows[:limit]]
-        return SessionPage(found, _cursor(found[-1]) if len(rows) > limit else None)
+        return SessionPage(found, cursor_of(found[-1]) if len(rows) > limit else None)
 
     async def count_sessions(
         self, tenant: str | None = None, *, holder: str | None = None
@@ -461,7 +461,8 @@ def _is_due(session: Session, now: float) -> bool:
     return live and idle is not None and idle <= now
 
 
-def _cursor(session: Session) -> str:
+def cursor_of(session: Session) -> str:
+    """Where in a list what comes after a session begins."""
     text = f"{session.created_at!r} {session.id}"
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
