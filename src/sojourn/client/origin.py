@@ -10,6 +10,7 @@ import httpcore
 
 from sojourn.client import core
 from sojourn.errors import InvalidRequest
+from sojourn.telemetry import tracing
 
 NOT_SENT = (httpcore.ConnectError, httpcore.ConnectTimeout, httpcore.PoolTimeout)
 """Failures after which the server cannot have seen the request."""
@@ -47,7 +48,7 @@ class Origin:
 def http_request(origin: Origin, request: core.Request) -> httpcore.Request:
     """A request as httpcore takes it."""
     content: Any = request.content
-    headers = [*origin.headers, *request.headers]
+    headers = [*origin.headers, *tracing.carry(), *request.headers]
     if not isinstance(content, bytes):
         headers.append((b"transfer-encoding", b"chunked"))
     elif content or request.method != b"GET":

@@ -27,7 +27,7 @@ from sojourn.server.context import Context
 from sojourn.server.operations import Run
 from sojourn.server.registry import ActiveSession
 from sojourn.server.snapshots import Snapshots
-from sojourn.telemetry import declared, tracing
+from sojourn.telemetry import declared, logs, tracing
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,8 @@ class Placements:
         if not session.live:
             return
         sandbox = session.sandbox
-        log.warning("session %s lost its sandbox: %s", session.id, cause)
+        with logs.about(tenant=session.tenant, session=session.id, epoch=session.epoch):
+            log.warning("session %s lost its sandbox: %s", session.id, cause)
         async with self._context.guard.publishing():
             writes: list[Write] = []
             salvaged = await self._salvage(session) if sandbox else None

@@ -7,14 +7,13 @@ line is from; each line of the JSON form is one object, whatever a message or an
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, TextIO
-
-import msgspec
 
 TEXT, JSON = "text", "json"
 FORMATS = (TEXT, JSON)
@@ -58,8 +57,9 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # Whatever is no text of its own is told as it shows itself.
-        return msgspec.json.encode(line, enc_hook=repr).decode()
+        # In ASCII, with escapes: a name inside a session need not be Unicode. Whatever is no text of
+        # its own is told as it shows itself.
+        return json.dumps(line, default=repr)
 
 
 class TextFormatter(logging.Formatter):
