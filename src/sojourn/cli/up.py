@@ -68,7 +68,8 @@ from sojourn.cli.observing import observing_options
     envvar="SOJOURN_PORTS_DOMAIN",
     default="localhost",
     show_default=True,
-    help="Below this domain each exposed port has a name. [SOJOURN_PORTS_DOMAIN]",
+    help="Below this domain each exposed port has a name; https://DOMAIN or http://DOMAIN:PORT"
+    " where something in front of the server answers there. [SOJOURN_PORTS_DOMAIN]",
 )
 @click.option(
     "--egress-namespace",

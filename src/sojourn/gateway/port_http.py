@@ -286,7 +286,12 @@ class HttpClient:
             method=request.method,
             target=wanted.target,
             headers=requests.inside_headers(
-                wanted, opened, headers, self._address, chunked=chunked
+                wanted,
+                opened,
+                headers,
+                self._address,
+                chunked=chunked,
+                scheme=self._ports.scheme.encode(),
             ),
         )
         if not bare or request.method not in requests.SAFE:

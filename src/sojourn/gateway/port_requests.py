@@ -208,10 +208,16 @@ def _end_to_end(headers: Headers) -> Headers:
 
 
 def inside_headers(
-    wanted: Wanted, opened: str | None, headers: Headers, client: str, *, chunked: bool
+    wanted: Wanted,
+    opened: str | None,
+    headers: Headers,
+    client: str,
+    *,
+    chunked: bool,
+    scheme: bytes = b"http",
 ) -> Headers:
     """The headers that go inside. `opened` is the way access was shown, `client` whose address it
-    is, `chunked` whether a body of unknown length follows."""
+    is, `chunked` whether a body of unknown length follows, `scheme` what the client speaks."""
     host = value_of(headers, b"host") or b""
     own = b"localhost:%d" % wanted.port
     sent: Headers = [(b"host", own if wanted.prefix else host)]
@@ -230,7 +236,7 @@ def inside_headers(
     if cookies and any(cookies):
         sent.append((b"cookie", b"; ".join(part for part in cookies if part)))
     sent.append((b"x-forwarded-for", client.encode("ascii", "replace")))
-    sent.append((b"x-forwarded-proto", b"http"))
+    sent.append((b"x-forwarded-proto", scheme))
     if host:
         sent.append((b"x-forwarded-host", host))
     if wanted.prefix:

@@ -138,6 +138,7 @@ class Ports:
     def __init__(self, inbound: Inbound, descriptor: int, lease: AnyLease = UNBOUNDED) -> None:
         self.lease = lease
         self.domain = "localhost"
+        self.scheme = "http"
         self._inbound = inbound
         self._exposed: dict[str, Exposed] = {}
         self._listeners: dict[str, asyncio.Server] = {}
@@ -191,7 +192,7 @@ class Ports:
         listener = socket.socket(fileno=descriptors[0]) if descriptors else None
         match message:
             case channel.Serve():
-                self.domain = message.domain
+                self.domain, self.scheme = message.domain, message.scheme
                 assert listener is not None
                 self._listen("", listener, None)
             case channel.Expose():

@@ -26,9 +26,11 @@ _MOST_DESCRIPTORS = 1
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
     """To the gateway, with a descriptor: answer HTTP on this listening socket. Hosts below
-    `domain` name a port and a session."""
+    `domain` name a port and a session; `scheme` is what is spoken with whoever asks, where
+    something in front of the server speaks TLS."""
 
     domain: str
+    scheme: str = "http"
 
 
 class Expose(msgspec.Struct, frozen=True, tag=True):

@@ -284,6 +284,10 @@ async def serve(
         service = await stack.enter_async_context(open_service())
         stack.enter_context(published_address(data, url))
         await stack.enter_async_context(health_listener(health))
+        _log.info(
+            "E2B's clients: E2B_API_URL=%s E2B_SANDBOX_URL=%s E2B_API_KEY=$(cat %s)",
+            *(url, url, data / "token"),
+        )
         server = make_server(service, ready=lambda: ready(url), e2b_key=load_key(data), e2b=e2b)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

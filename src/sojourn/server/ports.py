@@ -60,10 +60,31 @@ _DOMAIN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*
 
 class PortSettings(msgspec.Struct, frozen=True):
     """Where exposed ports are served: `address` is HOST or HOST:PORT, and without a port a free one
-    that stays the same; below `domain` each port of a session has a name."""
+    that stays the same; below `domain` each port of a session has a name. Where something else is
+    in front, `domain` is what is seen from outside: `https://DOMAIN` or `http://DOMAIN:PORT`."""
 
     address: str = "127.0.0.1"
     domain: str = "localhost"
+
+    def public(self) -> Public:
+        """What `domain` says. Raises InvalidRequest."""
+        scheme, told, rest = self.domain.partition("://")
+        name, colon, port = (rest if told else self.domain).removesuffix("/").partition(":")
+        if (told and scheme not in ("http", "https")) or not _DOMAIN.fullmatch(name):
+            raise InvalidRequest(f"{self.domain!r} is no domain", field="ports-domain")
+        if not told:
+            if colon:
+                raise InvalidRequest(
+                    f"{self.domain!r} has a port without saying what is spoken there",
+                    next_step=f"Give http://{self.domain} or https://{self.domain}, or the name"
+                    " alone: then the port is that of the server itself.",
+                    field="ports-domain",
+                )
+            return Public(name)
+        if colon and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise InvalidRequest(f"{self.domain!r}: {port!r} is no port", field="ports-domain")
+        usual = 443 if scheme == "https" else 80
+        return Public(name, scheme, int(port) if colon else usual)
 
     def split(self) -> tuple[str, int]:
         """Host and port (0: any). Raises InvalidRequest."""
@@ -79,9 +100,20 @@ class PortSettings(msgspec.Struct, frozen=True):
             raise InvalidRequest(
                 f"{self.address!r} is not ADDRESS or ADDRESS:PORT", field="ports-address"
             )
-        if not _DOMAIN.fullmatch(self.domain):
-            raise InvalidRequest(f"{self.domain!r} is no domain", field="ports-domain")
         return host, int(port)
+
+
+class Public(msgspec.Struct, frozen=True):
+    """How exposed ports are named from outside; without a `port` at the server's own."""
+
+    domain: str
+    scheme: str = "http"
+    port: int | None = None
+
+    def suffix(self, own: int) -> str:
+        """What stands behind a host; `own` is where the server listens."""
+        number = own if self.port is None else self.port
+        return "" if number == (443 if self.scheme == "https" else 80) else f":{number}"
 
 
 class Ports:
@@ -100,7 +132,7 @@ class Ports:
         self._registry = registry
         self._secrets = secrets
         self._data = data
-        self._domain = settings.domain
+        self._public = settings.public()
         self._host, self._port = settings.split()
         self._networks = networks
         self._exposed: dict[str, dict[int, ExposedPort]] = {}
@@ -254,7 +286,8 @@ class Ports:
 
     def _send_listener(self) -> None:
         if self._channel is not None:
-            self._channel.send(channel.Serve(self._domain), self._sockets[""].fileno())
+            serve = channel.Serve(self._public.domain, self._public.scheme)
+            self._channel.send(serve, self._sockets[""].fileno())
 
     def _send(self, port: ExposedPort) -> None:
         token = self._tokens.get(port.id)
@@ -325,7 +358,8 @@ class Ports:
                     raise self._deaf(error) from error
                 self._send_listener()
                 self._starting = asyncio.create_task(self._started(), name="gateway for ports")
-        return f"{self._domain}:{self._sockets[''].getsockname()[1]}"
+        suffix = self._public.suffix(self._sockets[""].getsockname()[1])
+        return f"{self._public.domain}{suffix}"
 
     async def _started(self) -> None:
         """Requests wait in the listening socket until there is a gateway process."""
@@ -468,13 +502,17 @@ class Ports:
         shown = f"[{self._host}]" if ":" in self._host else self._host
         if ipaddress.ip_address(self._host).is_unspecified:
             # Every address of this host: which one is reached is known outside only.
-            shown = self._domain if self._domain != "localhost" else "127.0.0.1"
+            domain = self._public.domain
+            shown = domain if domain != "localhost" else "127.0.0.1"
         if port.kind is PortKind.TCP:
             address = f"{shown}:{port.listens_at}"
         elif "" in self._sockets:
             number = self._sockets[""].getsockname()[1]
-            url = f"http://{host_label(port.session, port.port)}.{self._domain}:{number}/"
-            path_url = f"http://{shown}:{number}{path_prefix(port.session, port.port)}/"
+            public = self._public
+            at = f"{public.domain}{public.suffix(number)}"
+            url = f"{public.scheme}://{host_label(port.session, port.port)}.{at}/"
+            by_path = at if public.port is not None else f"{shown}:{number}"
+            path_url = f"{public.scheme}://{by_path}{path_prefix(port.session, port.port)}/"
         return PortInfo(
             session=port.session,
             port=port.port,
