@@ -467,6 +467,12 @@ class FakeService:
             who, kept.info.id, "promote", key, None, lambda: self._find(who, parent).info
         )
 
+    async def migrate(
+        self, who: Principal, ref: str, node: str | None, key: str | None
+    ) -> OperationInfo:
+        kept = self._find(who, ref)
+        return self._operate(who, kept.info.id, "migrate", key, None, lambda: kept.info)
+
     async def delete(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
         kept = self._find(who, ref)
 

@@ -73,7 +73,10 @@ def test_verbs_take_an_idempotency_key(document: dict[str, Any]) -> None:
         for operation in item.values()
         if any(one["name"] == "Idempotency-Key" for one in operation["parameters"])
     }
-    verbs = {"pause", "suspend", "resume", "snapshots", "rollback", "fork", "promote", "template"}
+    verbs = {
+        *{"pause", "suspend", "resume", "snapshots", "rollback", "fork", "promote", "template"},
+        "migrate",
+    }
     assert keyed == {
         "/v1/sessions",
         "/v1/sessions/{ref}",

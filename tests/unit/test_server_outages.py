@@ -156,7 +156,7 @@ def test_what_was_sealed_is_put_away_however_long_the_database_is_away(
         made._snapshots = types.SimpleNamespace(squash_soon=lambda *_: None)
         tries = 0
 
-        async def finish_once(run: Run, _plan: SealPlan) -> None:
+        async def once(_active: Any, _plan: SealPlan, _why: str, _moved: bool, also: Any) -> None:
             nonlocal tries
             tries += 1
             if tries == 1:
@@ -165,10 +165,10 @@ def test_what_was_sealed_is_put_away_however_long_the_database_is_away(
                 rig.active,
                 {"state": SessionState.SUSPENDED, "head": plan.id},
                 InsertSnapshot(row),
-                run.finish(None),
+                *also,
             )
 
-        made._finish_once = finish_once
+        made._put_away_once = once
 
         async def body(run: Run) -> None:
             sealed = SealPlan("sbx-1", _manifest(rig.active.session, plan.id), None)

@@ -179,6 +179,8 @@ class FrameSource:
             elif isinstance(frame, stream.Ended):
                 self._done = True
                 items.append(frame)
+            elif frame.details.get("moved") and self.process is not None:
+                break  # the session goes on elsewhere, and so does this stream
             else:
                 if self.process is not None:
                     frame.details.setdefault("process", self.process)

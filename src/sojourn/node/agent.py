@@ -62,6 +62,8 @@ class NodeAgent:
         self._chores: set[asyncio.Task[None]] = set()
         self._unremoved: set[str] = set()
         self.ended: Callable[[str], None] = lambda sandbox: None
+        self.standing: Callable[[], bool] = lambda: False
+        """Whether all sandboxes are frozen at once, so that none can answer."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def trust_template(self, layer: LayerRef) -> None:
@@ -99,6 +101,7 @@ class NodeAgent:
             self.driver(record.driver),
             self.store,
             self._supervisor,
+            lambda: self.standing(),
         )
 
     # -- placements -------------------------------------------------------------------------
@@ -153,9 +156,10 @@ class NodeAgent:
                 used.add(sandbox.since[1].id)
         return used
 
-    def committed(self) -> Resources:
-        """What the limits of all sandboxes here add up to."""
-        limits = [sandbox.record.limits for sandbox in self._sandboxes.values()]
+    def committed(self, but: str | None = None) -> Resources:
+        """What the limits of all sandboxes here add up to, leaving out a session's."""
+        records = [sandbox.record for sandbox in self._sandboxes.values()]
+        limits = [record.limits for record in records if record.session != but]
         return Resources(
             cpus=sum(one.cpus for one in limits),
             memory_bytes=sum(one.memory_bytes for one in limits),

@@ -36,8 +36,9 @@ class Guest(Protocol):
     async def attach(self, deadline: float) -> None:
         """Accept the supervisor's connection (again); parked calls go on. Raises SandboxLost."""
 
-    async def interrupt(self, reason: str) -> None:
-        """End all parked and running calls with Interrupted (suspend, rollback, delete)."""
+    async def interrupt(self, reason: str, *, moved: bool = False) -> None:
+        """End all parked and running calls with Interrupted (suspend, rollback, delete). `moved`,
+        among its details, says that the session goes on elsewhere: they can be asked again."""
 
     async def close(self) -> None:
         """Drop the link for good."""

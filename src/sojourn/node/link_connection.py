@@ -118,7 +118,9 @@ class Connection:
         control: Path,
         *,
         reconnect_within: float = 10.0,
+        excused: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._excused = excused  # whether a supervisor that is silent cannot help it
         self._control = control
         self._within = reconnect_within
         self._client = secrets.token_bytes(16)
@@ -296,7 +298,7 @@ class Connection:
         if self._state is not _State.ATTACHED or not self._pending:
             return  # the next request or attach begins anew
         self._looking = asyncio.get_running_loop().call_later(PROBE_SECONDS, self._look)
-        if self._heard:
+        if self._heard or self._excused():
             self._heard = False
             self._silences = 0
         elif self._probe not in self._pending:
@@ -387,14 +389,15 @@ class Connection:
             finally:
                 self._left = None
 
-    async def interrupt(self, reason: str) -> None:
-        """End all parked and running calls with Interrupted."""
+    async def interrupt(self, reason: str, *, moved: bool = False) -> None:
+        """End all parked and running calls with Interrupted; `moved` is among its details."""
         self.generation += 1
         for identifier, pending in list(self._pending.items()):
             if pending.future is None or identifier == self._attach_id:
                 continue
             del self._pending[identifier]
-            self._fail(pending, Interrupted(reason))
+            details = {"moved": True} if moved else {}
+            self._fail(pending, Interrupted(reason, **details))
             self._disown(identifier, pending.op)
             self._acks.append(identifier)
             # Cancelling a run would end its command, which is to live on in the snapshot.

@@ -46,7 +46,8 @@ class Sandbox:
 
     `since` is the last capture of the upper directory: the next one copies only what changed
     after it. `baseline` and `baseline_scan` are what `changed` compares with. `at_rest` says of a
-    frozen one that no connection was being made inside.
+    frozen one that no connection was being made inside. `excused` tells whether it stands still
+    with all others, so that its silence is no sign of a loss.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Sandbox:
         driver: Driver,
         store: Store,
         supervisor: Path,
+        excused: Callable[[], bool] = lambda: False,
     ) -> None:
         self.record = record
         self.directory = directory
@@ -77,7 +79,7 @@ class Sandbox:
             hostname=record.config.hostname,
             limits=record.limits,
         )
-        self.guest: Guest = GuestLink(directory / "control")
+        self.guest: Guest = GuestLink(directory / "control", excused=excused)
         self.interpreter = Interpreter(self.guest)
         self.since: tuple[Scan, LayerRef] | None = None
         self.baseline: GuestActivity | None = None

@@ -149,7 +149,7 @@ def endpoint_app(
     )
 
 
-class _Protocol(HttpToolsProtocol):
+class ApiProtocol(HttpToolsProtocol):
     """uvicorn's protocol, saying also of malformed HTTP what was wrong in the API's own form."""
 
     def send_400_response(self, msg: str) -> None:
@@ -192,15 +192,19 @@ def make_server(
     ready: Callable[[], None] = lambda: None,
     e2b_key: bytes | None = None,
     e2b: Settings | None = None,
+    around: Callable[[Any], Any] = lambda app: app,
+    context: ssl.SSLContext | None = None,
+    protocol: type[HttpToolsProtocol] | None = None,
 ) -> uvicorn.Server:
     """A server of the API, not yet started; `serve(sockets=[...])` runs it. With `e2b_key`, of
-    which the tokens of sandboxes are made, E2B's clients are answered too."""
+    which the tokens of sandboxes are made, E2B's clients are answered too. `around` puts something
+    in front of all of it."""
     shutdown = Shutdown()
     app: Any = create_app(service, shutdown=shutdown)
     if e2b_key is not None:
         app = LazyE2B(app, service, e2b_key, shutdown, e2b)
-    app = Observed(app, by_token(service.authenticate))
-    return serve_app(app, shutdown, ready)
+    app = around(Observed(app, by_token(service.authenticate)))
+    return serve_app(app, shutdown, ready, context=context, protocol=protocol or ApiProtocol)
 
 
 def serve_app(
@@ -209,7 +213,7 @@ def serve_app(
     ready: Callable[[], None] = lambda: None,
     *,
     context: ssl.SSLContext | None = None,
-    protocol: type[HttpToolsProtocol] = _Protocol,
+    protocol: type[HttpToolsProtocol] = ApiProtocol,
 ) -> uvicorn.Server:
     """A server of any application, not yet started; over TLS with a `context`."""
     config = uvicorn.Config(

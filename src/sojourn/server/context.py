@@ -88,6 +88,7 @@ class Context:
         self.networks.gateway.channel = self.ports.new_channel
         self.registry.watch(self.ports.committed)
         self.guard = StoreGuard()
+        agent.standing = lambda: not self.may_act
         self._chores: set[asyncio.Task[Any]] = set()
 
     @property

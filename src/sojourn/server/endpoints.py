@@ -16,7 +16,14 @@ from litestar import Request
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp
 
-from sojourn.errors import InvalidRequest, ProcessNotFound, SojournError, TooLarge, Unreachable
+from sojourn.errors import (
+    InvalidRequest,
+    ProcessNotFound,
+    SojournError,
+    TooLarge,
+    Unauthenticated,
+    Unreachable,
+)
 from sojourn.server.answers import Shutdown, error_answer
 from sojourn.server.auth import bearer_token
 from sojourn.server.base import Principal, SessionService
@@ -24,6 +31,9 @@ from sojourn.server.queries import Query, check_percent, parse_query
 
 MAX_JSON_BODY = 8 * 1024 * 1024
 MAX_KEY = 255
+
+PRINCIPAL = "sojourn.principal"
+"""The key of a scope under which a node finds who asks; no client can set it."""
 
 
 class Call:
@@ -161,6 +171,17 @@ def _field(message: str) -> str:
     return where or "body"
 
 
+async def caller(scope: Any, service: SessionService, token: str | None = None) -> Principal:
+    """Who asks: by the token, or where servers alone can ask, as a server says. Raises
+    Unauthenticated."""
+    if PRINCIPAL in scope:
+        told: Principal | None = scope[PRINCIPAL]
+        if told is None:
+            raise Unauthenticated("the server does not say who asks", next_step="")
+        return told
+    return await service.authenticate(token or bearer_token(scope["headers"]))
+
+
 def build(declared: Endpoint, service: SessionService, shutdown: Shutdown) -> HTTPRouteHandler:
     """The Litestar handler of an endpoint."""
     decoder = (
@@ -174,11 +195,7 @@ def build(declared: Endpoint, service: SessionService, shutdown: Shutdown) -> HT
     async def handle(request: Request[Any, Any, Any]) -> ASGIApp:
         scope = request.scope
         try:
-            who = (
-                nobody
-                if declared.public
-                else await service.authenticate(bearer_token(scope["headers"]))
-            )
+            who = nobody if declared.public else await caller(scope, service)
             check_percent(scope.get("raw_path") or b"")
             call = Call(
                 request, service, shutdown, who, parse_query(scope["query_string"], declared.query)

@@ -275,6 +275,16 @@ class Networks:
             log.error("the deployment's authority cannot be told to a session: %s", error)
             return None
 
+    async def renew_secrets(self) -> None:
+        """Secrets were changed at another node: sandboxes that may use any get what is in force."""
+        for sandbox, session in list(self._serving.items()):
+            active = self._registry.held(session)
+            if active is not None and active.session.network.secrets:
+                try:
+                    await self.gateway.renew(sandbox)
+                except SojournError as error:
+                    log.error("session %s has no network for now: %s", session, error)
+
     async def _secret_changed(self, tenant: str, name: str) -> None:
         """A secret was set or removed: sandboxes that may use it get it, or lose it, also one
         that is only starting and was served as things were."""

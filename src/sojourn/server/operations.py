@@ -112,9 +112,13 @@ class Operations:
 
     def __init__(self, context: Context, bodies: dict[str, Body]) -> None:
         self._context = context
-        self._bodies = bodies
+        self._bodies = dict(bodies)
         self._tasks: dict[str, asyncio.Task[Operation]] = {}
         self._of_session: dict[str, str] = {}
+
+    def know(self, bodies: dict[str, Body]) -> None:
+        """More verbs."""
+        self._bodies.update(bodies)
 
     async def begin(
         self,

@@ -33,7 +33,13 @@ log = logging.getLogger(__name__)
 
 _MOST_LAYERS = 128
 # What the hook that runs inside after a start is told, by the verb that started it.
-_REASONS = {"resume": "resume", "rollback": "rollback", "promote": "rollback", "fork": "fork"}
+_REASONS = {
+    "resume": "resume",
+    "migrate": "resume",
+    "rollback": "rollback",
+    "promote": "rollback",
+    "fork": "fork",
+}
 
 
 def hook_events(active: ActiveSession, runs: list[HookRun], run: Run) -> list[AppendEvent]:
@@ -88,6 +94,9 @@ class Placements:
         if active.doomed:
             raise Interrupted(f"session {session.id} is being deleted", next_step="")
         self._context.require_lease()
+        if self._context.node is not None:
+            used = self._context.agent.committed(but=session.id)
+            self._context.node.require_room(used, session.limits)
         layers = snapshot.layers
         if len(layers) > _MOST_LAYERS:
             # Forks of running forks grow the chain without ever being put away.

@@ -14,7 +14,14 @@ import msgspec
 
 from sojourn.database.records import Operation, OperationState
 from sojourn.database.writes import InsertSession
-from sojourn.errors import Conflict, InvalidRequest, NameTaken, SessionNotFound, WrongState
+from sojourn.errors import (
+    Conflict,
+    InvalidRequest,
+    NameTaken,
+    SessionNotFound,
+    Unsupported,
+    WrongState,
+)
 from sojourn.lifecycle import first_deadlines
 from sojourn.model import Limits, Policy, Session, SessionState, new_id
 from sojourn.model.network import NetworkPolicy
@@ -46,7 +53,7 @@ from sojourn.wire.api import (
 )
 
 MAX_FORKS = 100
-_SESSION_VERBS = {"create", "pause", "suspend", "resume", "rollback", "promote"}
+_SESSION_VERBS = {"create", "pause", "suspend", "resume", "rollback", "promote", "migrate"}
 _MOVING_VERBS = {"rollback", "promote", "fork"}
 
 
@@ -236,6 +243,17 @@ class Requests:
         await self._turns.settle(parent)
         operation = await self._operations.begin(who, parent, "promote", {"child": child.id}, key)
         return await self._operation_info(operation)
+
+    async def migrate(
+        self, who: Principal, ref: str, node: str | None, key: str | None
+    ) -> OperationInfo:
+        """Move to another node. Raises Unsupported where there is none."""
+        if self._context.node is None:
+            raise Unsupported(
+                "this server is the only node",
+                next_step="docs/cluster.md tells how to run several.",
+            )
+        return await self._verb(who, ref, "migrate", {"node": node}, key)
 
     async def delete(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
         """Remove, from whatever state."""

@@ -29,6 +29,7 @@ from sojourn.server.exports import Export, Exports
 from sojourn.server.files import FileTurn
 from sojourn.server.history import History
 from sojourn.server.imports import Imports
+from sojourn.server.nodes.service import NodeService
 from sojourn.server.observing import Observing
 from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
@@ -109,6 +110,19 @@ class Sessions:
             },
         )
         self._turns = Turns(context, self._operations, self._snapshots, self._placements)
+        self.node: NodeService | None = None
+        """What this service is besides, where there are several nodes."""
+        if context.node is not None:
+            self.node = NodeService(
+                context,
+                context.node,
+                self._verbs,
+                self._snapshots,
+                self._placements,
+                self._operations,
+                self._turns,
+            )
+            self._operations.know(self.node.bodies)
         self._requests = Requests(
             context, self._operations, self._snapshots, self._turns, self._templates
         )
@@ -147,12 +161,21 @@ class Sessions:
         await self._context.ports.start(self._wakes.received)
         self._timers.start()
         self._observing.start()
+        if self.node is not None:
+            self.node.work.start()
 
     async def stop(self) -> None:
-        """Finish what runs, put away the sessions whose policy says so, leave the others be."""
+        """Finish what runs, put away the sessions whose policy says so, leave the others be. A
+        node that was fenced ends its sandboxes: the sessions are others' by now."""
         self._observing.stop()
         await self._wakes.stop()
         await self._timers.stop()
+        if self.node is not None:
+            await self.node.work.stop()
+            if await self.node.end_if_fenced():
+                await self._turns.stop()
+                await self._context.replicator.stop()
+                return
         who = Principal(tenant="", actor="server stop", role="operator")
         for active in self._context.registry.all():
             session = active.session
@@ -231,11 +254,14 @@ class Sessions:
         )
 
     async def every(self) -> builtins.list[tuple[str, str]]:
-        """Tenant and id of every session there is."""
+        """Tenant and id of every session there is; on a node of several, of those it holds."""
         found: builtins.list[tuple[str, str]] = []
         cursor = None
+        holder = self._context.holder
         while True:
-            page = await self._context.database.list_sessions(None, limit=1000, after=cursor)
+            page = await self._context.database.list_sessions(
+                None, limit=1000, after=cursor, holder=holder
+            )
             found += [(session.tenant, session.id) for session in page.items]
             cursor = page.next
             if cursor is None:
@@ -302,6 +328,12 @@ class Sessions:
     async def promote(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
         """Make this fork's state its parent's."""
         return await self._requests.promote(who, ref, key)
+
+    async def migrate(
+        self, who: Principal, ref: str, node: str | None, key: str | None
+    ) -> OperationInfo:
+        """Move to another node."""
+        return await self._requests.migrate(who, ref, node, key)
 
     async def delete(self, who: Principal, ref: str, key: str | None) -> OperationInfo:
         """Remove, from whatever state."""

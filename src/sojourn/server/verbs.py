@@ -11,13 +11,14 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from sojourn import faultpoints
 from sojourn.database.records import SnapshotRecord
-from sojourn.database.writes import AppendEvent, InsertSnapshot, SettleEffects
+from sojourn.database.writes import AppendEvent, InsertSnapshot, SettleEffects, Write
 from sojourn.errors import (
     CaptureFailed,
     CaptureRefused,
@@ -323,11 +324,11 @@ class Verbs:
                 if events := hook_events(active, runs, run):
                     await self._context.database.commit(events, durable=False)
             try:
-                await self._seal(run, memory)
+                await self.seal(run, memory)
             except CaptureRefused:
                 if not run.request.get("force"):
                     raise
-                await self._seal(run, False)
+                await self.seal(run, False)
             await self._finish_seal(run)
 
     async def _due(self, run: Run) -> bool:
@@ -338,7 +339,7 @@ class Verbs:
         newest = await self._context.database.get_session(None, run.active.id)
         return expired(newest, time.time(), busy=run.active.busy) is not None
 
-    async def _seal(self, run: Run, memory: bool) -> None:
+    async def seal(self, run: Run, memory: bool) -> None:
         """Capture everything of a sandbox and record durably how to end it; it stays frozen.
 
         Raises like `captures.capture_final`; the session runs on then.
@@ -371,14 +372,31 @@ class Verbs:
                 raise
 
     async def _finish_seal(self, run: Run) -> None:
-        """End the sealed sandbox, move its files into the store, commit. Repeats until it is done:
-        from here on the only way is forward."""
+        """End what was sealed, and with it the operation."""
+        plan = msgspec.convert(run.data["plan"], SealPlan)
+        session = run.active.session
+        await self.put_away(
+            run,
+            "the session was suspended",
+            run.finish(None),
+            run.event(
+                before=session.head,
+                after=plan.snapshot.id,
+                memory=plan.snapshot.memory is not None,
+            ),
+        )
+        self._snapshots.squash_soon(run.active, plan.snapshot)
+
+    async def put_away(self, run: Run, why: str, *also: Write, moved: bool = False) -> None:
+        """End the sealed sandbox, move its files into the store, commit together with `also`.
+        Repeats until it is done: from here on the only way is forward. Streams end with `why`;
+        `moved` tells their readers to take them up again."""
         active = run.active
         plan = msgspec.convert(run.data["plan"], SealPlan)
         while True:
             try:
                 async with self._context.guard.publishing():
-                    await self._finish_once(run, plan)
+                    await self._put_away_once(active, plan, why, moved, also)
                 break
             except (StorageFull, CaptureFailed, Unreachable, OSError) as error:
                 # The sandbox has ended: what is not written yet must not be given up for a disk
@@ -391,14 +409,14 @@ class Verbs:
                 if active.session.head == plan.snapshot.id:
                     break  # it was committed, though that could not be told
         self._context.agent.destroy_soon(plan.sandbox)
-        self._snapshots.squash_soon(active, plan.snapshot)
 
-    async def _finish_once(self, run: Run, plan: SealPlan) -> None:
-        active = run.active
+    async def _put_away_once(
+        self, active: ActiveSession, plan: SealPlan, why: str, moved: bool, also: Sequence[Write]
+    ) -> None:
         agent = self._context.agent
         if agent.has(plan.sandbox):
             sandbox = agent.find(plan.sandbox, active.session.epoch)
-            await sandbox.guest.interrupt("the session was suspended")
+            await sandbox.guest.interrupt(why, moved=moved)
         await agent.stop(plan.sandbox)
         faultpoints.reach("suspend.kill")
         await agent.take(plan.sandbox, plan.layer)
@@ -411,12 +429,7 @@ class Verbs:
             suspended_changes(session) | {"head": plan.snapshot.id, "cause": None},
             InsertSnapshot(record),
             SettleEffects(session.id, plan.snapshot.id, plan.taken_at or plan.snapshot.created_at),
-            run.finish(None),
-            run.event(
-                before=session.head,
-                after=plan.snapshot.id,
-                memory=plan.snapshot.memory is not None,
-            ),
+            *also,
         )
 
     # -- delete -----------------------------------------------------------------------------

@@ -19,12 +19,16 @@ from typing import Any, cast
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from sojourn.errors import (
+    CapacityExhausted,
+    NodeFenced,
+    NodeUnavailable,
     NotFound,
+    SessionElsewhere,
     SessionNotFound,
     SojournError,
     Unauthenticated,
 )
-from sojourn.server.answers import Answer, Shutdown, internal_error
+from sojourn.server.answers import Answer, Shutdown, error_answer, internal_error
 from sojourn.server.base import Principal, SessionService
 from sojourn.server.e2b import connect, failures, ids
 from sojourn.server.e2b.calls import JSON, Call, Route, nothing
@@ -38,9 +42,12 @@ from sojourn.server.e2b.rooms import Rooms
 from sojourn.server.e2b.sandboxes import Sandboxes
 from sojourn.server.e2b.settings import TEMPLATE, Settings
 from sojourn.server.e2b.watchers import Watchers
+from sojourn.server.endpoints import PRINCIPAL, caller
 
 API, FILES, CODE, UNARY, STREAM = "api", "files", "code", "unary", "stream"
 _ENDING = frozenset({"pause", "suspend", "delete"})
+_FOR_SERVERS = (SessionElsewhere, CapacityExhausted, NodeUnavailable, NodeFenced)
+"""What a node says to a server, which then asks another one."""
 _log = logging.getLogger(__name__)
 _HOST = re.compile(rb"(\d{1,5})-(ses-[0-9a-z]{24})\.")
 _S = r"(?P<sandbox>[^/]+)"
@@ -173,6 +180,9 @@ class E2B:
             answer = await declared.route(call)
             await answer(scope, receive, send)
         except SojournError as error:
+            if PRINCIPAL in scope and isinstance(error, _FOR_SERVERS):
+                await error_answer(error)(scope, receive, send)
+                return
             await self._failure(call, declared.style, error)(scope, receive, send)
         except Exception as error:  # noqa: BLE001
             # Whatever goes wrong inside is answered in the form this client reads.
@@ -237,6 +247,9 @@ class E2B:
 
     async def _identify(self, call: Call, style: str) -> None:
         if style == API:
+            if PRINCIPAL in call.scope:
+                call.who = await caller(call.scope, self._service)
+                return
             key = call.header(b"x-api-key")
             if key is not None and not key.isascii():
                 key = None

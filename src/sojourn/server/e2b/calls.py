@@ -37,6 +37,7 @@ class Call:
         groups: dict[str, str],
     ) -> None:
         self._receive = receive
+        self.scope = scope
         self.method = str(scope.get("method"))
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])

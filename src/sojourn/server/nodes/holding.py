@@ -91,7 +91,7 @@ class Holding:
         """Let any node take a session, which is put away; once all of it is in the object store.
 
         Raises WrongState (it is live), SessionBusy, SessionElsewhere, StoreUnreachable."""
-        active = await self._mine(ref)
+        active = await self.mine(ref)
         await self._turns.settle(active)
         await self.make_durable(active, timeout)
         async with active.gate.closed("release"):
@@ -130,7 +130,7 @@ class Holding:
             with contextlib.suppress(SnapshotNotFound):  # removed meanwhile
                 await self._context.replicator.durable(id, left)
 
-    async def _mine(self, ref: str) -> ActiveSession:
+    async def mine(self, ref: str) -> ActiveSession:
         """A session that this node holds already. Raises SessionNotFound, SessionElsewhere."""
         session = await self._context.registry.look(None, ref)
         if session.holder != self.id:

@@ -10,9 +10,12 @@ import asyncio
 
 import msgspec
 
+from sojourn.errors import CapacityExhausted
+from sojourn.model import Limits
 from sojourn.model.nodes import Fence, Node, NodeState, Resources
 from sojourn.node.isolation.cgroups import CgroupTree
 from sojourn.node.watchdog import Watchdog
+from sojourn.server.cluster import scheduler
 from sojourn.server.nodes.lease import LEASE_SECONDS, Lease
 
 
@@ -33,9 +36,15 @@ class NodeIdentity:
     may be something to do for it, `state` is what the operator wants of it."""
 
     def __init__(
-        self, settings: NodeSettings, lease: Lease, tree: CgroupTree, watchdog: Watchdog
+        self,
+        settings: NodeSettings,
+        capacity: Resources,
+        lease: Lease,
+        tree: CgroupTree,
+        watchdog: Watchdog,
     ) -> None:
         self.settings = settings
+        self.capacity = capacity
         self.lease = lease
         self.tree = tree
         self.watchdog = watchdog
@@ -54,6 +63,19 @@ class NodeIdentity:
     def fence(self) -> Fence:
         """In whose name it writes."""
         return self.lease.fence
+
+    def require_room(self, used: Resources, wanted: Limits) -> None:
+        """Raise CapacityExhausted where one more sandbox does not fit beside what is in use. Who
+        places sessions knows only what was in use at the last renewal."""
+        has, factors = self.capacity, scheduler.Settings()
+        rows = (
+            (has.cpus * factors.cpus, used.cpus + wanted.cpus),
+            (has.memory_bytes * factors.memory, used.memory_bytes + wanted.memory_bytes),
+            (has.disk_bytes * factors.disk, used.disk_bytes + wanted.disk_bytes),
+            (has.sessions, used.sessions + 1),
+        )
+        if any(limit > 0 and sum > limit for limit, sum in rows):
+            raise CapacityExhausted(f"node {self.id} has no room for the session", node=self.id)
 
     def _fenced(self) -> None:
         self.gone.set()

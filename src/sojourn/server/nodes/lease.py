@@ -16,6 +16,7 @@ from typing import Protocol
 from sojourn.database.base import Database
 from sojourn.errors import NodeFenced, NodeUnavailable, SojournError
 from sojourn.model.nodes import Fence, Node, Resources
+from sojourn.telemetry import declared
 from sojourn.wire.lease_file import now
 
 log = logging.getLogger(__name__)
@@ -67,11 +68,17 @@ class Lease:
         self._fenced = False
         self._moved = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._untell: Callable[[], None] = lambda: None
 
     @property
     def held(self) -> bool:
         """Whether the node may act now."""
         return not self._fenced and now() < self._deadline
+
+    @property
+    def left(self) -> float:
+        """For how many seconds it may."""
+        return max(0.0, (self._deadline - now()) / 1e9) if not self._fenced else 0.0
 
     @property
     def is_fenced(self) -> bool:
@@ -88,6 +95,7 @@ class Lease:
     async def begin(self, sent: int) -> None:
         """Hold the lease that was asked for at `sent` and granted, and go on renewing it."""
         await self._hold(sent)
+        self._untell = declared.LEASE_LEFT_SECONDS.tell(lambda: {(): self.left})
         self._tasks = [
             asyncio.create_task(self._renew(), name="renew the lease"),
             asyncio.create_task(self._watch(), name="watch the lease"),
@@ -95,6 +103,7 @@ class Lease:
 
     async def stop(self) -> None:
         """Renew it no more; what is held stays held until its end. Idempotent."""
+        self._untell()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -116,13 +125,17 @@ class Lease:
                     )
                 await self._hold(sent)
             except NodeFenced as error:
+                declared.LEASE_RENEWALS.add(error.code)
                 self._end(error)
                 return
             except (SojournError, OSError) as error:  # a time-out is one of these
+                code = error.code if isinstance(error, SojournError) else "unreachable"
+                declared.LEASE_RENEWALS.add(code)
                 log.warning("the lease is not renewed: %s", error or "no answer in time")
                 pause = min(every, _MOST_PAUSE)
             else:
                 pause = every
+                declared.LEASE_RENEWALS.add("ok")
                 self.renewed(node)
 
     async def _hold(self, sent: int) -> None:
@@ -152,6 +165,7 @@ class Lease:
             if not self._over:
                 self._over = True
                 self.losses += 1
+                declared.LEASE_LOSSES.add()
                 log.error("the lease is over: everything stands still until it is renewed")
                 self.lost()
             self._moved.clear()

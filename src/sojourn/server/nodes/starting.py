@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
+
 from sojourn.database.base import Database
-from sojourn.errors import HostUnfit
+from sojourn.errors import HostUnfit, InvalidRequest
 from sojourn.model import SessionState
 from sojourn.model.nodes import Fence, Resources
 from sojourn.node import host
@@ -46,6 +48,25 @@ def machine(data: Path) -> Resources:
     )
 
 
+def read_capacity(text: str, data: Path) -> Resources:
+    """An operator's words: cpus=N,memory=BYTES,disk=BYTES,sessions=N; what is not named is what the
+    machine has. Raises InvalidRequest."""
+    names = {"memory": "memory_bytes", "disk": "disk_bytes"}
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in ("cpus", "memory", "disk", "sessions") or not value.isascii():
+            raise InvalidRequest(f"{part!r} is no part of a capacity", field="capacity")
+        try:
+            number = float(value) if name == "cpus" else int(value)
+        except ValueError:
+            number = 0
+        if not 0 < number < 1e18:
+            raise InvalidRequest(f"{part!r} is no capacity", field="capacity")
+        found[names.get(name, name)] = number
+    return msgspec.structs.replace(machine(data), **found)
+
+
 async def start_node(
     database: Database,
     data: Path,
@@ -66,11 +87,12 @@ async def start_node(
     watchdog = Watchdog(data / LEASE_FILE, tree.freezers)
     await asyncio.to_thread(watchdog.start)
     try:
+        capacity = settings.capacity or machine(data)
         sent = now()
         node = await database.start_node(
             settings.id,
             address=settings.address,
-            capacity=settings.capacity or machine(data),
+            capacity=capacity,
             runtime=driver.runtime,
             cpu=host.cpu_features(),
             version=version("sojourn"),
@@ -86,7 +108,7 @@ async def start_node(
         await asyncio.to_thread(watchdog.close)
         raise
     log.info("node %s (%s), incarnation %d", node.name, node.id, node.incarnation)
-    return NodeIdentity(settings, lease, tree, watchdog)
+    return NodeIdentity(settings, capacity, lease, tree, watchdog)
 
 
 async def _end_strangers(database: Database, tree: CgroupTree, fence: Fence) -> None:

@@ -12,6 +12,7 @@ from sojourn.errors import (
     IdempotencyMismatch,
     InvalidRequest,
     NameTaken,
+    NodeNotFound,
     QuotaExceeded,
     ResumeFailed,
     SessionBusy,
@@ -51,6 +52,7 @@ from sojourn.wire.api import (
     TurnRequest,
     UpdateSession,
 )
+from sojourn.wire.nodes import MigrateRequest
 
 MAX_PAGE = 1000
 
@@ -297,6 +299,22 @@ async def promote(call: Call, _body: PromoteRequest) -> ASGIApp:
 
 @endpoint(
     "POST",
+    "/v1/sessions/{ref}/migrate",
+    "Move a session to another node, under the same id and address",
+    body=MigrateRequest,
+    answers=verb_answers(),
+    query=VERB_QUERY,
+    key=True,
+    errors=(*_VERB_ERRORS, *_CAPTURE_ERRORS, Conflict, NodeNotFound, StoreUnreachable),
+    example={"node": "node-2"},
+)
+async def migrate(call: Call, body: MigrateRequest) -> ASGIApp:
+    operation = await call.service.migrate(call.who, call.ref, body.node, call.key)
+    return await verb_answer(call, operation)
+
+
+@endpoint(
+    "POST",
     "/v1/sessions/{ref}/turns",
     "Begin a group of calls that counts as one turn",
     body=TurnRequest,
@@ -335,6 +353,7 @@ ENDPOINTS: list[Endpoint] = [
     rollback,
     fork,
     promote,
+    migrate,
     begin_turn,
     end_turn,
 ]
