@@ -132,6 +132,12 @@ def test_every_tool_works_and_the_session_is_put_away(own: ServerProcess) -> Non
             assert (await use(client, "session_resume"))["state"] == "running"
             assert (await use(client, "session_suspend"))["state"] == "suspended"
             assert (await call(client, "run_code", code="x"))["value"] == "41"
+            assert (await use(client, "session_suspend"))["state"] == "suspended"
+            woken = await use(client, "session_resume", files_only=True)
+            assert woken["state"] == "running"
+            told = await call(client, "run_code", code="print('x' in globals()); x = 41")
+            assert told["stdout"] == "False\n"  # its processes are gone, its files are there
+            assert (await call(client, "file_read", path="/srv/deep/a.txt"))["content"] == text
             assert (await use(client, "network_get"))["mode"] == "none"
             error = await refused(client, "network_set", network="open")
             assert error["code"] == "forbidden" and "--allow-network" in error["next_step"]

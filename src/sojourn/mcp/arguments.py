@@ -150,6 +150,16 @@ class History(Own, frozen=True, kw_only=True):
     limit: Annotated[int, Meta(description="How many, the newest.", ge=1, le=500)] = 50
 
 
+class Resume(Own, frozen=True, kw_only=True):
+    files_only: Annotated[
+        bool,
+        Meta(
+            description="Start from its files alone: none of its processes goes on. Only for one"
+            " that was put away and whose memory cannot be restored."
+        ),
+    ] = False
+
+
 class Rollback(Own, frozen=True, kw_only=True):
     snapshot: SnapshotName
 

@@ -32,7 +32,8 @@ _NEXT_STEPS = {
     "forbidden": "The token that `sojourn mcp` was given does not allow this.",
     "unreachable": "The user has to start the server with `sojourn up`, or check SOJOURN_URL.",
     "unknown_template": "Use the template `debian`.",
-    "resume_failed": "session_resume again; else rollback to another snapshot, or session_delete.",
+    "resume_failed": "session_resume again; else session_resume with files_only=true (its processes"
+    " end), rollback to another snapshot, or session_delete.",
     "interrupted": "A command that had begun goes on when the session is woken: process_output with"
     " the `process` of the details reads it.",
     "output_truncated": "Begin at details.first_offset.",

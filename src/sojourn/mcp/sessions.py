@@ -54,9 +54,9 @@ async def suspend(call: Call, given: arguments.Own) -> results.SessionResult:
     return results.session_result(found.info, own=call.is_own(found.id))
 
 
-async def resume(call: Call, given: arguments.Own) -> results.SessionResult:
+async def resume(call: Call, given: arguments.Resume) -> results.SessionResult:
     """session_resume."""
-    found = await (await call.session(given.session)).resume()
+    found = await (await call.session(given.session)).resume(memory=not given.files_only)
     return results.session_result(found.info, own=call.is_own(found.id))
 
 

@@ -322,9 +322,10 @@ _ENTRIES = [
     _entry(
         "session_resume",
         "Wake a session",
-        "Let a paused or suspended session run again. Calls do this by themselves.",
+        "Let a paused or suspended session run again. Calls do this by themselves. With"
+        " files_only=true it starts without its processes, where these cannot be restored.",
         sessions.resume,
-        arguments.Own,
+        arguments.Resume,
         results.SessionResult,
         "changes",
         repeatable=True,
