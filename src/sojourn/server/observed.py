@@ -27,10 +27,17 @@ _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"
 
 
 class Observed:
-    """In front of an application. `authenticate` tells who sent these headers."""
+    """In front of an application. `authenticate` tells who sent these headers, `pattern` of which
+    pattern the path of a request is that no router of ours has seen."""
 
-    def __init__(self, inner: ASGIApp, authenticate: Authenticate) -> None:
+    def __init__(
+        self,
+        inner: ASGIApp,
+        authenticate: Authenticate,
+        pattern: Callable[[str], str | None] = lambda path: None,
+    ) -> None:
         self._inner = inner
+        self._pattern = pattern
         self._authenticate = authenticate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,7 +51,7 @@ class Observed:
 
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = _route(asked)
+                route = self._route(asked)
                 status = message["status"]
                 declared.HTTP_SECONDS.observe(time.perf_counter() - began, method, route)
                 declared.HTTP_REQUESTS.add(method, route, str(status))
@@ -63,6 +70,19 @@ class Observed:
                 await (await self._metrics(asked))(scope, receive, observed)
             else:
                 await self._inner(scope, receive, observed)
+
+    def _route(self, asked: Any) -> str:
+        """The pattern of an address, never the address itself: it may hold names and paths."""
+        template = asked.get("path_template")
+        if isinstance(template, str) and template:
+            return template
+        path: str = asked["path"]
+        if path == "/metrics":
+            return path
+        found = self._pattern(path)
+        if found is not None:
+            return found
+        return "unknown" if path.startswith("/v1/") or path == "/v1" else "e2b"
 
     async def _metrics(self, asked: Any) -> Answer:
         headers = asked["headers"]
@@ -95,14 +115,3 @@ async def metrics_answer(headers: Headers) -> Answer:
     accept = ",".join(value.decode("latin-1") for name, value in headers if name == b"accept")
     body, content_type = await scraping.scrape(accept)
     return Answer(200, body, [(b"content-type", content_type.encode())])
-
-
-def _route(asked: Any) -> str:
-    """The pattern of an address, never the address itself: it may hold names and paths."""
-    template = asked.get("path_template")
-    if isinstance(template, str) and template:
-        return template
-    path: str = asked["path"]
-    if path == "/metrics":
-        return path
-    return "unknown" if path.startswith("/v1/") or path == "/v1" else "e2b"

@@ -57,8 +57,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # In ASCII, with escapes: a name inside a session need not be Unicode. Whatever is no text of
-        # its own is told as it shows itself.
+        # In ASCII, with escapes: a name inside a session need not be Unicode. Whatever is no text
+        # of its own is told as it shows itself.
         return json.dumps(line, default=repr)
 
 

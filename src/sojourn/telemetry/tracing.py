@@ -220,6 +220,14 @@ def _carried(headers: Iterable[tuple[bytes, bytes]]) -> Any:
     return TraceContextTextMapPropagator().extract(carrier, context=Context())
 
 
+def forwarded(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Headers of a request that is passed on, with what is under way here in place of what it came
+    with."""
+    if _tracer is None:
+        return headers
+    return [*(one for one in headers if one[0] not in _HEADERS), *carry()]
+
+
 def carry() -> list[tuple[bytes, bytes]]:
     """Headers that take what is under way along with a request: of this process' own spans, or of
     its user's where a program uses OpenTelemetry. Loads nothing that is not loaded."""

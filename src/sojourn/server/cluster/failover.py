@@ -18,6 +18,7 @@ from sojourn.database.base import Database
 from sojourn.errors import SojournError
 from sojourn.model.nodes import FailedOver, Node
 from sojourn.model.sessions import SessionState
+from sojourn.telemetry import declared
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Failover:
         if node is None:
             return 0
         log.warning("node %s (%s) is lost", node.name, node.id)
+        declared.FAILOVERS.add()
         return await self._take(node)
 
     async def _take(self, node: Node) -> int:
@@ -138,6 +140,7 @@ class Failover:
                     one.head,
                     one.lost_seconds,
                 )
+                declared.FAILED_OVER_SESSIONS.add(str(one.state))
                 self._moved(node, one)
             count += len(moved)
         return count

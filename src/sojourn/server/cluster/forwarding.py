@@ -35,6 +35,7 @@ from sojourn.server.cluster.rooms import Rooms
 from sojourn.server.cluster.routing import Kind, Wanted
 from sojourn.server.cluster.targets import PATIENCE_SECONDS, Target, Targets, new_need
 from sojourn.server.cluster.upstream import Answer, Broken, Headers, NotSent, Upstream
+from sojourn.telemetry import tracing
 
 _WATCH_SECONDS = 0.02
 _ERROR_BYTES = 64 * 1024
@@ -228,13 +229,14 @@ class Exchange:
         query = scope["query_string"]
         path = scope.get("raw_path") or scope["path"].encode()
         self.node = target.node.id
-        return await self._upstream.send(
-            target.node,
-            scope["method"].encode("ascii"),
-            path + b"?" + query if query else path,
-            self._headers,
-            b"" if self._body.empty else self._body.content(),
-        )
+        with tracing.client_span("forward", sojourn__node=target.node.id):
+            return await self._upstream.send(
+                target.node,
+                scope["method"].encode("ascii"),
+                path + b"?" + query if query else path,
+                tracing.forwarded(self._headers),
+                b"" if self._body.empty else self._body.content(),
+            )
 
     async def _not_reached(self, target: Target, error: NotSent) -> None:
         """The node did not get it: another one does, or the same one when it is there again."""

@@ -19,6 +19,7 @@ from sojourn.errors import CapacityExhausted, SojournError
 from sojourn.server.cluster import scheduler
 from sojourn.server.cluster.members import Members, Reservation
 from sojourn.server.cluster.scheduler import Need, Refusal, Settings
+from sojourn.telemetry import declared
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +166,7 @@ class Admissions:
     def _exhausted(self, need: Need, why: str) -> CapacityExhausted:
         found = scheduler.choose(self._members.placeable(), need, self._settings)
         said = found.cause if isinstance(found, Refusal) else "room came too late"
+        declared.QUEUE_REFUSALS.add()
         return CapacityExhausted(
             f"no node has room for the session, and {why} (of the nodes {said})",
             retry_after=RETRY_AFTER_SECONDS,

@@ -37,7 +37,7 @@ from sojourn.errors import (
 from sojourn.model.ids import new_id
 from sojourn.model.paths import token_file
 from sojourn.server.answers import Shutdown
-from sojourn.server.app import listen, published_address, serve_app
+from sojourn.server.app import all_endpoints, listen, published_address, serve_app
 from sojourn.server.cluster import pki, scheduler
 from sojourn.server.cluster.administration import Administration, joining_app, own_app
 from sojourn.server.cluster.callers import Callers
@@ -45,6 +45,7 @@ from sojourn.server.cluster.failover import GRACE_SECONDS, Failover
 from sojourn.server.cluster.front import Front
 from sojourn.server.cluster.joining import Joining
 from sojourn.server.cluster.members import Members
+from sojourn.server.cluster.observing import observing
 from sojourn.server.cluster.queueing import PATIENCE_SECONDS, Admissions
 from sojourn.server.cluster.rooms import Rooms
 from sojourn.server.cluster.targets import Targets
@@ -52,6 +53,8 @@ from sojourn.server.cluster.upstream import Upstream
 from sojourn.server.cluster.values import ClusterValues, open_values
 from sojourn.server.health_listener import health_listener
 from sojourn.server.nodes.lease import LEASE_SECONDS
+from sojourn.server.observed import Observed, by_token
+from sojourn.server.route_patterns import RoutePatterns
 from sojourn.store.copying import write_whole
 
 log = logging.getLogger(__name__)
@@ -174,7 +177,10 @@ async def serve(settings: ServerSettings, ready: Callable[[str, str], None]) -> 
             health_listener(settings.health, lambda: not stopping.stopping)
         )
         stack.enter_context(published_address(settings.data, url))
-        server = serve_app(front, stopping, lambda: ready(url, nodes_url))
+        stack.enter_context(observing(database, members, admissions))
+        patterns = RoutePatterns(one.path for one in all_endpoints())
+        observed = Observed(front, by_token(callers.authenticate), patterns.find)
+        server = serve_app(observed, stopping, lambda: ready(url, nodes_url))
         nodes_server = serve_app(
             joining_app(administration, stopping), Shutdown(), context=joining_context
         )
