@@ -282,9 +282,16 @@ def test_durability_tells_how_far_each_session_is(database: Harness) -> None:
         assert await told("ten_a") == [mine]
         assert await told("ten_b") == [forks]
         assert await told("ten_none") == []
+
+        async def asked(**which: object) -> list[str]:
+            return [d.session for d in await db.durability(None, **which)]  # type: ignore[arg-type]
+
+        assert await asked(waiting=True) == [session.id, fork.id]
+        assert await asked(session=fork.id) == [fork.id]
         await db.mark_durable(head.id, fingerprint="ff", at=500.0)
         assert await told("ten_a") == [(session.id, head.id, True, 1, 300.0, 400.0)]
         assert await told("ten_b") == [(fork.id, head.id, True, 0, None, 400.0)]
+        assert await asked(waiting=True) == [session.id]
         await db.commit([UpdateSession(session.id, {RUNNING}, 1, DELETED)])
         assert await told("ten_a") == []
 

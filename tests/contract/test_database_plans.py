@@ -189,6 +189,8 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("count_sessions", {"tenant": None, "holder": "nod_7"}),
     ("ports_held", {"session": None, "holder": "nod_7"}),
     ("open_effects", {"limit": 100, "holder": "nod_7"}),
+    ("durability", {"tenant": None, "holder": None, "session": "ses_7", "waiting": False}),
+    ("durability", {"tenant": "ten_1", "holder": None, "session": None, "waiting": True}),
     ("list_sessions", PAGE | {"tenant": None, "states": LIVE, "holder": "nod_7"}),
     ("lock_snapshots", {"snapshots": ["snp_7"]}),
     ("settle_commit", {"commit": "c"}),

@@ -178,9 +178,16 @@ class Database(Protocol):
         Raises SessionNotFound when there is no row of it, not even a deleted one."""
 
     async def durability(
-        self, tenant: str | None, *, holder: str | None = None
+        self,
+        tenant: str | None,
+        *,
+        holder: str | None = None,
+        session: str | None = None,
+        waiting: bool = False,
     ) -> list[Durability]:
-        """One per session that is not deleted and has a snapshot, oldest session first."""
+        """One per session that is not deleted and has a snapshot, oldest session first; of one
+        session, or only of those with snapshots that are needed and not durable, which takes as
+        long as there are such."""
 
     # -- operations -------------------------------------------------------------------------
     async def begin(

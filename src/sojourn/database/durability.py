@@ -119,9 +119,15 @@ class DurabilityRows:
         await self._writer.submit(work, durable=False, touches=touches)
 
     async def durability(
-        self, tenant: str | None, *, holder: str | None = None
+        self,
+        tenant: str | None,
+        *,
+        holder: str | None = None,
+        session: str | None = None,
+        waiting: bool = False,
     ) -> list[Durability]:
-        rows = await self._reader.select("durability", {"tenant": tenant, "holder": holder})
+        asked = {"tenant": tenant, "holder": holder, "session": session, "waiting": waiting}
+        rows = await self._reader.select("durability", asked)
         return [
             Durability(
                 session=session,

@@ -120,7 +120,7 @@ class Observing:
         objects = self._context.replicator.settings.url is not None
         if objects and now - self._looked_at > _LAG_SECONDS:
             self._looked_at = now
-            behind = await database.durability(None, holder=holder)
+            behind = await database.durability(None, holder=holder, waiting=True)
             self._waiting = float(sum(one.waiting for one in behind))
             oldest = [one.oldest_waiting for one in behind if one.oldest_waiting is not None]
             self._lag = max(0.0, time.time() - min(oldest)) if oldest else 0.0

@@ -59,7 +59,7 @@ class Statuses:
         now = time.time()
         behind = [
             durability_info(one, now)
-            for one in await self._context.database.durability(tenant)
+            for one in await self._context.database.durability(tenant, waiting=True)
             if one.waiting
         ]
         return ObjectStoreInfo(
@@ -87,8 +87,8 @@ class Statuses:
             record = await self._context.replicator.durable(record.id, timeout)
             durable_at = record.durable_at
         now = time.time()
-        for found in await self._context.database.durability(active.session.tenant):
-            if found.session == active.id:
-                shown = durability_info(found, now)
-                return msgspec.structs.replace(shown, durable_at=durable_at)
+        mine = self._context.database.durability(active.session.tenant, session=active.id)
+        for found in await mine:
+            shown = durability_info(found, now)
+            return msgspec.structs.replace(shown, durable_at=durable_at)
         return DurabilityInfo(active.id, active.session.head, False, 0, 0.0, None)

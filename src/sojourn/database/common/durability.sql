@@ -33,6 +33,16 @@ RETURNING session;
 
 -- name: durability
 -- A session's own visible snapshots are needed, and its head, which may be hidden or another's.
+-- Where only those are asked for that wait, they are found by what they wait for.
+WITH behind (id) AS (
+    SELECT session FROM snapshots WHERE :waiting AND durable_at IS NULL AND NOT hidden
+    UNION
+    SELECT sessions.id FROM snapshots JOIN sessions ON sessions.head = snapshots.id
+    WHERE :waiting AND durable_at IS NULL),
+wanted (id) AS (
+    SELECT id FROM sessions WHERE NOT :waiting
+    UNION ALL
+    SELECT id FROM behind)
 SELECT sessions.id, sessions.head, head.durable_at IS NOT NULL,
     (SELECT count(*) FROM snapshots
         WHERE session = sessions.id AND durable_at IS NULL AND NOT hidden)
@@ -48,8 +58,10 @@ SELECT sessions.id, sessions.head, head.durable_at IS NOT NULL,
         FROM line JOIN snapshots AS before ON before.id = line.parent
         WHERE line.durable_at IS NULL)
     SELECT created_at FROM line WHERE durable_at IS NOT NULL)
-FROM sessions LEFT JOIN snapshots AS head ON head.id = sessions.head
+FROM wanted JOIN sessions ON sessions.id = wanted.id
+LEFT JOIN snapshots AS head ON head.id = sessions.head
 WHERE sessions.state <> 'deleted' AND (CAST(:tenant AS TEXT) IS NULL OR sessions.tenant = :tenant)
+    AND (CAST(:session AS TEXT) IS NULL OR sessions.id = :session)
     AND {held}
     AND (head.id IS NOT NULL OR EXISTS (
         SELECT 1 FROM snapshots WHERE session = sessions.id AND NOT hidden))
