@@ -430,6 +430,27 @@ def test_a_lost_node_is_not_waited_for(run: Callable[..., None]) -> None:
     run(work)
 
 
+def test_what_no_node_got_is_not_interrupted_by_its_loss(run: Callable[..., None]) -> None:
+    async def work(found: Cluster) -> None:
+        node, other = found.nodes
+        session = await found.session(node.id)
+        await node.stop()
+        asking = asyncio.create_task(found.request("POST", f"/v1/sessions/{session.id}/exec"))
+        await asyncio.sleep(0.3)
+        known = await found.database.get_node(node.id)
+        await found.database.stop_node(known.fence)
+        assert await found.database.lose_node(0.0) is not None
+        await found.members.refresh()
+        assert not asking.done()
+        # Nothing of it is durable: it failed with its node, and goes on to whoever takes it.
+        assert await found.database.fail_over(node.id)
+        status, _, body = await asking
+        assert body == other.id.encode(), body.decode()
+        assert status == 200
+
+    run(work)
+
+
 def test_a_stop_cuts_off_streams_and_lets_the_rest_end(run: Callable[..., None]) -> None:
     async def work(found: Cluster) -> None:
         node = found.nodes[0]

@@ -105,7 +105,7 @@ class Exchange:
         self._task: asyncio.Task[Any] | None = None
         self._ended: Exception | None = None
         self.node: str | None = None
-        """Whose answer is waited for or passed on."""
+        """Who may be at work on it: whose answer is waited for or passed on."""
         self.started = False
         """Whether the client has the head of an answer."""
         self.streaming = False
@@ -181,6 +181,7 @@ class Exchange:
             if isinstance(refused, Answer):
                 _settle(target, answer.status)
                 return refused
+            self.node = None
             _cancel(target)
             last = tries >= _TRIES or not self._body.replayable
             if last or time.monotonic() >= self._deadline:
@@ -228,15 +229,18 @@ class Exchange:
         scope = self._scope
         query = scope["query_string"]
         path = scope.get("raw_path") or scope["path"].encode()
-        self.node = target.node.id
-        with tracing.client_span("forward", sojourn__node=target.node.id):
-            return await self._upstream.send(
-                target.node,
-                scope["method"].encode("ascii"),
-                path + b"?" + query if query else path,
-                tracing.forwarded(self._headers),
-                b"" if self._body.empty else self._body.content(),
-            )
+
+        def connected() -> None:
+            self.node = target.node.id
+
+        return await self._upstream.send(
+            target.node,
+            scope["method"].encode("ascii"),
+            path + b"?" + query if query else path,
+            self._headers,
+            b"" if self._body.empty else self._body.content(),
+            connected=connected,
+        )
 
     async def _not_reached(self, target: Target, error: NotSent) -> None:
         """The node did not get it: another one does, or the same one when it is there again."""

@@ -66,7 +66,7 @@ class Members:
         for node in before.values():
             now = found.get(node.id)
             ended = now is None or now.lost or now.incarnation != node.incarnation
-            if ended and (now is None or not node.lost):
+            if ended and node.seen_at is not None and (now is None or not node.lost):
                 self.gone(node)
         async with self.changed:
             self.changed.notify_all()

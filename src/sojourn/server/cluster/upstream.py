@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from typing import Any
 
 import httpcore
@@ -237,10 +237,13 @@ class Upstream:
         content: bytes | AsyncIterable[bytes] = b"",
         *,
         timeout: float = ANSWER_SECONDS,
+        connected: Callable[[], None] = lambda: None,
     ) -> Answer:
-        """Send a request; its answer's head. Raises NotSent, Broken, and what `content` raises."""
+        """Send a request; its answer's head. `connected` is called when it is about to be sent.
+        Raises NotSent, Broken, and what `content` raises."""
         pool = self._pool(node)
         line = await pool.take()
+        connected()
         request = httpcore.Request(
             method,
             pool.url(target),
