@@ -162,7 +162,7 @@ class NotFound(SojournError):
     """The named object does not exist for this tenant."""
 
     code, status, exit_code = "not_found", 404, 103
-    default_next_step = "Check the id."
+    default_next_step = "Check the name or id."
 
 
 class SessionNotFound(NotFound):
@@ -176,7 +176,7 @@ class SnapshotNotFound(NotFound):
     """No such snapshot in the session's tree."""
 
     code = "snapshot_not_found"
-    default_next_step = "`sojourn session history` lists the snapshots."
+    default_next_step = "`sojourn session history SESSION` lists the snapshots."
 
 
 class TemplateNotFound(NotFound):
@@ -190,13 +190,14 @@ class ProcessNotFound(NotFound):
     """No such process in the session's sandbox."""
 
     code = "process_not_found"
-    default_next_step = "List the session's processes."
+    default_next_step = "`sojourn session ps SESSION` lists the session's processes."
 
 
 class OperationNotFound(NotFound):
     """No such operation."""
 
     code = "operation_not_found"
+    default_next_step = "Check the id; an operation is known for a week after its end."
 
 
 class ObjectMissing(NotFound):
@@ -238,14 +239,14 @@ class Conflict(SojournError):
     """The request meets a state it cannot apply to; nothing was changed."""
 
     code, status, exit_code = "conflict", 409, 104
-    default_next_step = "Read the current state and decide again."
+    default_next_step = "Read the current state (`sojourn session get SESSION`) and decide again."
 
 
 class NameTaken(Conflict):
     """Another live session of the tenant has this name."""
 
     code = "name_taken"
-    default_next_step = "Choose another name or delete that session."
+    default_next_step = "Choose another name, or delete that session (`sojourn session rm NAME`)."
 
 
 class IdempotencyMismatch(Conflict):
@@ -259,7 +260,9 @@ class SessionBusy(Conflict):
     """Another operation holds the session and the wait ran out."""
 
     code = "session_busy"
-    default_next_step = "Wait for the named operation and try again."
+    default_next_step = (
+        "Wait for the operation that `sojourn session get SESSION` names, and try again."
+    )
 
 
 class WrongState(Conflict):
@@ -320,14 +323,18 @@ class QuotaExceeded(SojournError):
     """A limit of the session or tenant is reached."""
 
     code, status, exit_code = "quota_exceeded", 422, 106
-    default_next_step = "Free what the session holds or raise its limits."
+    default_next_step = (
+        "Free what the session holds, or raise its limits (`sojourn session update`)."
+    )
 
 
 class DiskQuotaExceeded(QuotaExceeded):
     """The session's files are over its disk limit."""
 
     code = "disk_quota_exceeded"
-    default_next_step = "Remove files or raise limits.disk_bytes."
+    default_next_step = (
+        "Remove files, or raise limits.disk_bytes (`sojourn session update --disk-mib N SESSION`)."
+    )
 
 
 class CommandNotStarted(SojournError):
@@ -348,7 +355,10 @@ class CaptureRefused(SojournError):
     """A snapshot cannot be taken now; the session runs on."""
 
     code, status, exit_code = "capture_refused", 409, 109
-    default_next_step = "End what is named, or take a files-only snapshot (memory=false)."
+    default_next_step = (
+        "End what is named, or leave memory out (memory=false, `sojourn session snapshot"
+        " --files-only`)."
+    )
 
 
 class UnlinkedOpenFile(CaptureRefused):
@@ -356,7 +366,8 @@ class UnlinkedOpenFile(CaptureRefused):
 
     code = "unlinked_open_file"
     default_next_step = (
-        "Close the file, keep such files under /tmp, or take a files-only snapshot (memory=false)."
+        "Close the file, keep such files under /tmp, or leave memory out (memory=false, `sojourn"
+        " session snapshot --files-only`)."
     )
 
 
@@ -364,7 +375,7 @@ class CaptureFailed(SojournError):
     """Taking a snapshot failed; the message says what the session fell back to."""
 
     code, status, exit_code = "capture_failed", 500, 110
-    default_next_step = "The session is usable; see its events."
+    default_next_step = "The session is usable; see its events (`sojourn session events SESSION`)."
 
 
 class ResumeFailed(SojournError):
@@ -373,7 +384,7 @@ class ResumeFailed(SojournError):
     code, status, exit_code = "resume_failed", 500, 111
     default_next_step = (
         "Resume again, or its files alone (memory=false, `sojourn session resume --files-only`);"
-        " roll back to another snapshot, or delete the session."
+        " roll back to another snapshot (`sojourn session rollback`), or delete the session."
     )
 
 
@@ -388,7 +399,9 @@ class Interrupted(SojournError):
     """The stream ended because the session was suspended, rolled back or deleted."""
 
     code, status, exit_code = "interrupted", 503, 113
-    default_next_step = "Attach again at the last offset."
+    default_next_step = (
+        "Take it up again at the last offset (`sojourn session attach`, `sojourn session logs`)."
+    )
 
 
 class SandboxLost(SojournError):

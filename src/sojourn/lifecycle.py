@@ -121,9 +121,10 @@ del _TABLE[(Verb.UPDATE, DELETED)], _TABLE[(Verb.KEEP_ALIVE, DELETED)]
 _NEXT_STEPS = {
     CREATING: "Wait until it is created, or delete it.",
     RUNNING: "Nothing needs to be done.",
-    PAUSED: "Resume it first.",
-    SUSPENDED: "Resume it first.",
-    FAILED: "Resume it from its last snapshot, roll back to another one, or delete it.",
+    PAUSED: "Resume it first (`sojourn session resume`).",
+    SUSPENDED: "Resume it first (`sojourn session resume`).",
+    FAILED: "Resume it from its last snapshot (`sojourn session resume`), roll back to another one"
+    " (`sojourn session history`, `rollback`), or delete it.",
 }
 
 

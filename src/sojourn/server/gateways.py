@@ -146,7 +146,7 @@ class Gateway:
 
         Raises Unreachable when it does not in time; it is tried again by itself."""
         if self._closed:
-            raise Unreachable("the server stops", next_step="")
+            raise Unreachable("the server stops")
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(), name="gateway")
         if self._error is None and not self._ready.is_set():
@@ -231,7 +231,10 @@ class Gateway:
             self._error = f"no answer within {_ANSWER_SECONDS:g} s"
             log.error("the gateway process does not answer and is ended")
             self._kill()
-            raise Unreachable("the gateway process does not answer", next_step="")
+            raise Unreachable(
+                "the gateway process does not answer",
+                next_step="It is started again by itself: try again in a moment.",
+            )
         asking.result()
 
     # -- the process ------------------------------------------------------------------------
