@@ -233,14 +233,15 @@ class Exchange:
         def connected() -> None:
             self.node = target.node.id
 
-        return await self._upstream.send(
-            target.node,
-            scope["method"].encode("ascii"),
-            path + b"?" + query if query else path,
-            self._headers,
-            b"" if self._body.empty else self._body.content(),
-            connected=connected,
-        )
+        with tracing.client_span("forward", sojourn__node=target.node.id):
+            return await self._upstream.send(
+                target.node,
+                scope["method"].encode("ascii"),
+                path + b"?" + query if query else path,
+                tracing.forwarded(self._headers),
+                b"" if self._body.empty else self._body.content(),
+                connected=connected,
+            )
 
     async def _not_reached(self, target: Target, error: NotSent) -> None:
         """The node did not get it: another one does, or the same one when it is there again."""
