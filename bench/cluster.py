@@ -151,9 +151,10 @@ async def measure_size(
 ) -> dict[str, object]:
     """All measures with as many sessions as there are now."""
     results: dict[str, object] = {}
+    lost = given.sizes.index(size) + 1
     async with opened(server, name, PROCESSES + 1) as (front, *databases):
         nodes = [await _started(front, f"nod_{number}") for number in range(given.nodes)]
-        cluster = Cluster(databases, nodes)
+        cluster = Cluster(front, databases, nodes)
         renewing = asyncio.create_task(cluster.renew())
         try:
             for beside in (1, 8):
@@ -167,7 +168,7 @@ async def measure_size(
                     results[f"{what}, {beside} at once"] = await timed(
                         cluster, server, call, made, given.samples // 2, beside
                     )
-            await _losses(cluster, front, server, results)
+            await _losses(cluster, front, f"nod_{lost}", results)
             results["renewal of a lease, beside all that"] = {
                 "p50": part(cluster.renewals, 0.5),
                 "p99": part(cluster.renewals, 0.99),
@@ -195,11 +196,10 @@ async def _started(front: Database, name: str) -> Node:
 
 
 async def _losses(
-    cluster: Cluster, front: Database, server: PostgresServer, results: dict[str, object]
+    cluster: Cluster, front: Database, large: str, results: dict[str, object]
 ) -> None:
     """Nodes with 50 live sessions each, and one of the others with all that it holds."""
     small: list[float] = []
-    cpu = cpu_seconds(server)
     for number in range(5):
         name = f"lost_{number}_{new_id('nod')}"
         node = await join(front, name)
@@ -212,12 +212,11 @@ async def _losses(
         _, seconds, count = await lose(cluster, front, name)
         assert count == LOST_SESSIONS
         small.append(seconds)
-    cpu = cpu_seconds(server) - cpu
     results[f"failover of a node with {LOST_SESSIONS} sessions"] = {
         "p50": part(small, 0.5),
         "p99": part(small, 0.99),
     }
-    first, seconds, count = await lose(cluster, front, "nod_0")
+    first, seconds, count = await lose(cluster, front, large)
     results["failover of a node with all it holds"] = {
         "sessions": count,
         "live_ms": first * 1000,
@@ -235,16 +234,16 @@ async def run(given: argparse.Namespace) -> dict[str, dict[str, object]]:
         name = server.create()
         async with opened(server, name, 1):
             pass  # its tables are made
-        began, first = time.time() - 2 * max(given.sizes), 1
+        began, first, live = time.time() - 2 * max(given.sizes), 1, 0
         for size in given.sizes:
             started = time.perf_counter()
-            running = min(LIVE, size // 2)
+            more, live = min(LIVE, size // 2) - live, min(LIVE, size // 2)
             await asyncio.to_thread(
                 cluster_rows.fill,
                 server.url(name),
                 first,
                 size,
-                running=running,
+                running=first - 1 + more,
                 nodes=given.nodes,
                 time=began,
             )

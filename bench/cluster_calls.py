@@ -34,9 +34,10 @@ RUNNING, SUSPENDED = SessionState.RUNNING, SessionState.SUSPENDED
 
 
 class Cluster:
-    """Some database objects and the nodes they speak for."""
+    """Some database objects and the nodes they speak for, and one that is a server's."""
 
-    def __init__(self, databases: list[Database], nodes: list[Node]) -> None:
+    def __init__(self, server: Database, databases: list[Database], nodes: list[Node]) -> None:
+        self.server = server
         self.databases = databases
         self.fences = {node.id: node.fence for node in nodes}
         self.renewals: list[float] = []
@@ -253,6 +254,41 @@ async def unfinished(cluster: Cluster, made: list[Session]) -> None:
     await database.unfinished_operations(server=node)
 
 
+async def kept(cluster: Cluster, made: list[Session]) -> None:
+    """What a node's disk must keep: asked now and then."""
+    database, node = cluster.as_node()
+    await database.references(holder=node)
+
+
+async def removable(cluster: Cluster, made: list[Session]) -> None:
+    """What nobody needs any more, of a node's sessions."""
+    database, node = cluster.as_node()
+    await database.removable_snapshots(holder=node)
+
+
+async def behind(cluster: Cluster, made: list[Session]) -> None:
+    """What a node's metrics and a tenant's status ask: how far the object store is behind."""
+    database, node = cluster.as_node()
+    await database.durability(None, holder=node, waiting=True)
+
+
+async def counts(cluster: Cluster, made: list[Session]) -> None:
+    """A tenant's status."""
+    database, _ = cluster.as_node()
+    await database.count_sessions("ten_7")
+
+
+async def all_counts(cluster: Cluster, made: list[Session]) -> None:
+    """The operator's status."""
+    database, _ = cluster.as_node()
+    await database.count_sessions()
+
+
+async def lost(cluster: Cluster, made: list[Session]) -> None:
+    """What each server asks every second; nobody is lost."""
+    assert await cluster.server.lose_node(LEASE) is None
+
+
 Call = Callable[[Cluster, list[Session]], Awaitable[None]]
 CHANGES: list[tuple[str, Call]] = [
     ("create", create),
@@ -267,6 +303,12 @@ READS: list[tuple[str, Call]] = [
     ("sessions of a node that are due", due),
     ("snapshots of a node to be sent", undurable),
     ("operations of a node", unfinished),
+    ("what a node's disk must keep", kept),
+    ("snapshots of a node that nobody needs", removable),
+    ("how far the object store is behind, a node", behind),
+    ("counts of sessions, one tenant", counts),
+    ("counts of sessions, all", all_counts),
+    ("looking for lost nodes", lost),
 ]
 
 

@@ -39,7 +39,7 @@ _FILL = [
         CASE WHEN n <= %(running)s THEN 'nod_' || n %% %(nodes)s END,
         CASE WHEN n <= %(running)s THEN 4e9 END, %(time)s + n, %(time)s + n, %(network)s,
         'session',
-        CASE WHEN n <= %(running)s OR n %% 5 > 0 THEN 'nod_' || n %% %(nodes)s END
+        CASE WHEN n <= %(running)s OR n / %(nodes)s %% 5 > 0 THEN 'nod_' || n %% %(nodes)s END
     FROM generate_series(%(first)s::bigint, %(last)s::bigint) AS n
     """,
     f"""
@@ -80,7 +80,7 @@ _TABLES = ("sessions", "snapshots", "events", "operations", "store_records", "id
 
 
 def fill(location: str, first: int, last: int, *, running: int, nodes: int, time: float) -> None:
-    """Sessions number `first` to `last` and what belongs to them."""
+    """Sessions number `first` to `last` and what belongs to them; those up to `running` run."""
     sample = SESSIONS.changes({"limits": Limits(), "policy": Policy()})
     parameters: dict[str, Any] = {
         "first": first,
