@@ -261,6 +261,21 @@ def resume(ref: str, files_only: bool, as_json: bool) -> None:
     emit(found.info, as_json, lambda: say(f"{found.id} {found.state}"))
 
 
+@command.command(
+    "migrate",
+    help="Move a session to another node of the cluster. What runs goes on, under the same id and"
+    " addresses.",
+)
+@click.argument("ref", metavar="SESSION")
+@click.option("--node", help="Its id or name. [one is chosen]")
+@json_option
+def migrate(ref: str, node: str | None, as_json: bool) -> None:
+    found = session(ref)
+    with working("Moving", quiet=as_json):
+        found.migrate(node)
+    emit(found.info, as_json, lambda: say(f"{found.id} {found.state}"))
+
+
 @command.command("rm", help="Delete sessions with their history, from any state.")
 @click.argument("refs", metavar="SESSION...", nargs=-1, required=True)
 @json_option

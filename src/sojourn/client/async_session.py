@@ -519,6 +519,14 @@ class AsyncSession:
         self.info = await self._transport.run(core_sessions.resume(self.id, memory))
         return self
 
+    async def migrate(self, node: str | None = None) -> AsyncSession:
+        """Move it to another node of the cluster, to the named one or one that is chosen. What
+        runs goes on, under the same id and addresses; it stands still for a moment at the end.
+        Raises Conflict (no node can take it), NodeNotFound, and what a snapshot raises: it stays
+        where it is then."""
+        self.info = await self._transport.run(core_sessions.migrate(self.id, node))
+        return self
+
     async def delete(self) -> None:
         """Delete it and its history, from any state."""
         await self._transport.run(core_sessions.delete(self.id))

@@ -52,6 +52,7 @@ from sojourn.wire.api import (
     VerifyReport,
 )
 from sojourn.wire.code import CodeResult
+from sojourn.wire.nodes import MigrateRequest
 
 PAGE = 500
 
@@ -181,6 +182,12 @@ def resume(ref: str, memory: bool) -> Plan[SessionInfo]:
     path, body = f"{session_path(ref)}/resume", ResumeRequest(memory=memory)
     info: SessionInfo = yield from verb_result(SessionInfo, b"POST", path, body)
     return info
+
+
+def migrate(ref: str, node: str | None) -> Plan[SessionInfo]:
+    """Move the session to another node."""
+    yield from verb(b"POST", f"{session_path(ref)}/migrate", MigrateRequest(node=node))
+    return (yield from get_session(ref))
 
 
 def durability(ref: str, *, wait: float, snapshot: str | None) -> Plan[DurabilityInfo]:

@@ -514,6 +514,14 @@ class Session:
         self.info = self._transport.run(core_sessions.resume(self.id, memory))
         return self
 
+    def migrate(self, node: str | None = None) -> Session:
+        """Move it to another node of the cluster, to the named one or one that is chosen. What
+        runs goes on, under the same id and addresses; it stands still for a moment at the end.
+        Raises Conflict (no node can take it), NodeNotFound, and what a snapshot raises: it stays
+        where it is then."""
+        self.info = self._transport.run(core_sessions.migrate(self.id, node))
+        return self
+
     def delete(self) -> None:
         """Delete it and its history, from any state."""
         self._transport.run(core_sessions.delete(self.id))
