@@ -8,6 +8,7 @@ traceback, no token. What is not of our tree is told as `internal` and logged he
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import msgspec
@@ -37,14 +38,19 @@ _NEXT_STEPS = {
     "interrupted": "A command that had begun goes on when the session is woken: process_output with"
     " the `process` of the details reads it.",
     "output_truncated": "Begin at details.first_offset.",
+    "session_busy": "Wait a moment and try again: another operation holds the session.",
 }
+# What the command line's user would type; models have tools for it.
+_COMMANDS = re.compile(r" \(`sojourn session[^)]*\)")
 
 
 def next_step(error: SojournError) -> str:
     """What to do, in terms of the tools, unless the error itself says something special."""
     if error.next_step == type(error).default_next_step:
-        return _NEXT_STEPS.get(error.code, error.next_step)
-    return error.next_step
+        step = _NEXT_STEPS.get(error.code, error.next_step)
+    else:
+        step = error.next_step
+    return _COMMANDS.sub("", step)
 
 
 def body(error: SojournError) -> dict[str, Any]:
