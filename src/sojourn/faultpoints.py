@@ -4,22 +4,36 @@ Guarantee: without SOJOURN_CRASH_AT in the environment a point costs one compari
 nothing. With `SOJOURN_CRASH_AT=suspend.kill` the process sends itself SIGKILL when it reaches that
 point; `suspend.kill:3` does so the third time. Each step of each operation has one point before
 its first effect and one after its record is durable, so tests can prove that every crash converges.
+
+`SOJOURN_CRASH_AT=@/some/file` reads the same words from that file once it is there, so that a
+server that runs can be told; the file is gone when the process is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from pathlib import Path
 
-_target, _, _count = os.environ.get("SOJOURN_CRASH_AT", "").partition(":")
-_left = int(_count or 1) if _target else 0
+_told = os.environ.get("SOJOURN_CRASH_AT", "")
+_reached: dict[str, int] = {}
 
 
 def reach(point: str) -> None:
     """Mark a point as reached."""
-    global _left
-    if not _target or point != _target:
+    if not _told:
         return
-    _left -= 1
-    if _left == 0:
+    told = _told
+    if told.startswith("@"):
+        told = ""
+        with contextlib.suppress(FileNotFoundError):
+            told = Path(_told[1:]).read_text()
+    target, _, count = told.partition(":")
+    if point != target:
+        return
+    _reached[told] = _reached.get(told, 0) + 1
+    if _reached[told] == int(count or 1):
+        if _told.startswith("@"):
+            Path(_told[1:]).unlink()
         os.kill(os.getpid(), signal.SIGKILL)

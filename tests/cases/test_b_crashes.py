@@ -24,10 +24,11 @@ from sojourn.database.writes import UpdateSession
 from sojourn.errors import ResumeFailed, SojournError, StaleEpoch
 from sojourn.model import SessionState
 from sojourn.node import tools
+from support.counting import counting
 from support.plain_api import RawApi, raw_api
 from support.servers import ServerProcess, eventually, host_processes
 
-COUNT = "i=0; while :; do i=$((i+1)); echo $i >> /root/count; sleep 0.02; done"
+COUNT = counting(every=0.02)
 
 
 def no_sessions(api: RawApi) -> bool:

@@ -24,6 +24,7 @@ from sojourn.errors import SessionNotFound
 from sojourn.lifecycle import Verb
 from sojourn.server.branches import Branches
 from sojourn.server.verbs import Verbs
+from support.counting import COUNTER
 from support.durable import REPLICATION_POINTS  # tests/faults/test_replication_crashes.py
 from support.histories_machine import Machine, await_true
 from support.images import MadeImage, layer, member
@@ -33,7 +34,6 @@ pytestmark = [pytest.mark.privileged, pytest.mark.timeout(120)]
 
 REST_SECONDS = 10.0
 STABLE = {"running", "paused", "suspended"}
-COUNTER = "i=0; while :; do i=$((i+1)); echo $i >> /root/count; sleep 0.05; done"
 APPEND = "echo $(($(cat /root/log 2>/dev/null | wc -l) + 1)) >> /root/log"
 _keys = itertools.count()
 
@@ -83,6 +83,16 @@ class World:
         assert self.session.run_code("value = 41; value").text == "41"
         self.append()
 
+    def again(self) -> None:
+        """The session as it is now is what the next crash meets, the others are gone."""
+        for session in self.client.sessions.list():
+            if session.id != self.session.id:
+                session.delete()
+        self.child = None
+        self.key = f"crash-{next(_keys)}"
+        lines = self.session.files.read("/root/log").split()
+        self.acked = self.sent = len(lines)
+
     def append(self) -> None:
         """A write to file and variable, noted once both are acknowledged."""
         self.sent += 1
@@ -92,7 +102,7 @@ class World:
 
     def mark(self) -> None:
         """A snapshot to go back to; work goes on after it."""
-        self.snapshot = self.session.snapshot("mark").id
+        self.snapshot = self.session.snapshot(f"mark-{self.key}").id
         self.acked_then = self.acked
         self.append()
 
@@ -139,6 +149,16 @@ class Operation:
 
     def prepare(self, world: World) -> None:
         world.prepare()
+        self.ready(world)
+
+    def ready(self, world: World) -> None:
+        """What the request needs of a running session, also one that met a crash before."""
+
+    def again(self, world: World) -> bool:
+        """Make the session of an earlier crash ready for the next one; false where it is gone."""
+        world.again()
+        self.ready(world)
+        return True
 
     def request(self, world: World) -> Answer | None:
         where = path(world.session, self.verb)
@@ -157,7 +177,14 @@ class Operation:
         raise NotImplementedError
 
 
-class Create(Operation):
+class Once(Operation):
+    """One that leaves no session it could be done with again."""
+
+    def again(self, world: World) -> bool:
+        return False
+
+
+class Create(Once):
     def prepare(self, world: World) -> None:
         pass
 
@@ -183,8 +210,7 @@ class Pause(Operation):
 class Thaw(Operation):
     verb = "resume"
 
-    def prepare(self, world: World) -> None:
-        world.prepare()
+    def ready(self, world: World) -> None:
         world.session.pause()
 
     def goal(self, world: World, answer: Answer) -> None:
@@ -193,26 +219,27 @@ class Thaw(Operation):
 
 
 class Restore(Thaw):
-    def prepare(self, world: World) -> None:
-        world.prepare()
+    def ready(self, world: World) -> None:
         world.session.suspend()
 
 
 class Snapshot(Operation):
     verb = "snapshots"
-    body: ClassVar = {"label": "kept"}
+
+    def request(self, world: World) -> Answer | None:
+        where = path(world.session, self.verb)
+        return call(world.server, "POST", where, {"label": world.key}, world.key)
 
     def goal(self, world: World, answer: Answer) -> None:
         world.check(world.session)
-        kept = [item for item in world.session.history() if item.label == "kept"]
+        kept = [item for item in world.session.history() if item.label == world.key]
         assert [item.id for item in kept] == [answer[1]["result"]["id"]]
-        world.session.rollback("kept")
+        world.session.rollback(world.key)
         world.check(world.session)
 
 
 class SnapshotPaused(Snapshot):
-    def prepare(self, world: World) -> None:
-        world.prepare()
+    def ready(self, world: World) -> None:
         world.session.pause()
 
 
@@ -227,16 +254,14 @@ class Suspend(Operation):
 
 
 class SuspendPaused(Suspend):
-    def prepare(self, world: World) -> None:
-        world.prepare()
+    def ready(self, world: World) -> None:
         world.session.pause()
 
 
 class Rollback(Operation):
     verb = "rollback"
 
-    def prepare(self, world: World) -> None:
-        world.prepare()
+    def ready(self, world: World) -> None:
         world.mark()
 
     def request(self, world: World) -> Answer | None:
@@ -260,10 +285,9 @@ class Rollback(Operation):
 class Promote(Operation):
     verb = "promote"
 
-    def prepare(self, world: World) -> None:
-        world.prepare()
+    def ready(self, world: World) -> None:
         [world.child] = world.session.fork()
-        world.child.exec("echo child > /root/who")
+        world.child.files.write("/root/who", world.key)
 
     def request(self, world: World) -> Answer | None:
         assert world.child is not None
@@ -273,7 +297,7 @@ class Promote(Operation):
         assert answer[1]["session"] == world.session.id
         assert world.session.refresh().state == "running"
         world.check(world.session)
-        assert world.session.files.read("/root/who") == b"child\n"
+        assert world.session.files.read("/root/who") == world.key.encode()
         assert world.child is not None
         world.check(world.child)
 
@@ -303,7 +327,7 @@ class ForkShelved(Fork):
     state = "suspended"
 
 
-class Delete(Operation):
+class Delete(Once):
     method = "DELETE"
     answers = (204,)
 
@@ -316,8 +340,7 @@ class Delete(Operation):
 
 
 class DeletePaused(Delete):
-    def prepare(self, world: World) -> None:
-        world.prepare()
+    def ready(self, world: World) -> None:
         world.session.pause()
 
 
@@ -349,7 +372,7 @@ class Thin(Turn):
         super().goal(world, answer)
 
 
-class Lost(Operation):
+class Lost(Once):
     """The sandbox dies, and the server while it deals with that."""
 
     verb = "resume"
@@ -379,7 +402,7 @@ class Lost(Operation):
         assert len(lines) == world.acked
 
 
-class Import(Operation):
+class Import(Once):
     """A session that comes from an archive; the one it was made of is gone."""
 
     answers = (201,)
@@ -422,7 +445,7 @@ class Template(Operation):
         world.client.templates.remove("crashed")
 
 
-class BuildImage(Operation):
+class BuildImage(Once):
     """A template of an image that is sent; a version that was made before the crash may be there
     twice, as only the answer was lost."""
 
@@ -485,27 +508,73 @@ CASES: list[tuple[str, list[str]]] = [
 POINTS = [(operation, point) for operation, points in CASES for point in points]
 
 
+class Crashed:
+    """One server for all points. A session is used for as many of them as it comes back whole from;
+    one that a test failed with is not used again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.server = ServerProcess(directory / "data")
+        self._point = directory / "crash-at"
+        self._kept: tuple[Operation, World] | None = None
+
+    def start(self) -> None:
+        self._point.unlink(missing_ok=True)
+        self.server.start(SOJOURN_CRASH_AT=f"@{self._point}")
+
+    def prepared(self, verb: Operation) -> World:
+        """A world in which the verb can be asked for, and nothing else is under way."""
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0] is verb and verb.again(kept[1]):
+            world = kept[1]
+        else:
+            self.clear()
+            world = World(self.server)
+            verb.prepare(world)
+        for session in world.client.sessions.list():
+            session.history()  # waits for the last turn's snapshot
+        self.settle(world)
+        return world
+
+    def clear(self) -> None:
+        """Leave no session, and nothing of one."""
+        if not self.server.running:
+            self.start()
+        client = self.server.client()
+        for session in client.sessions.list():
+            session.delete()
+        Machine(self.server).check_empty()
+
+    def settle(self, world: World) -> None:
+        """Nothing is on the machine but what its sessions use."""
+        found = [world.machine.sandbox_of(session.id) for session in world.client.sessions.list()]
+        world.machine.check_empty(but=[sandbox for sandbox in found if sandbox is not None])
+
+    def arm(self, point: str) -> None:
+        """The server ends when it reaches the point."""
+        written = self._point.with_suffix(".new")
+        written.write_text(point)
+        written.rename(self._point)
+
+    def keep(self, verb: Operation, world: World) -> None:
+        self._kept = verb, world
+
+
 @pytest.fixture(scope="module")
-def crashed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One server for all points: each test begins and ends with none of its sessions left."""
-    server = ServerProcess(tmp_path_factory.mktemp("crash") / "data")
-    server.start()
-    yield server
-    server.remove()
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashed]:
+    crashed = Crashed(tmp_path_factory.mktemp("crash"))
+    crashed.start()
+    yield crashed
+    crashed.clear()
+    crashed.server.remove()
 
 
 @pytest.mark.parametrize(("operation", "point"), POINTS, ids=[f"{o}-{p}" for o, p in POINTS])
-def test_a_crash_converges(crashed: ServerProcess, operation: str, point: str) -> None:
-    if not crashed.running:
-        crashed.start()
-    for session in crashed.client().sessions.list():
-        session.delete()  # of a test that failed
-    verb, world = OPERATIONS[operation], World(crashed)
-    verb.prepare(world)
-    crashed.restart(SOJOURN_CRASH_AT=point)
-    world.reconnect()
+def test_a_crash_converges(crashed: Crashed, operation: str, point: str) -> None:
+    verb = OPERATIONS[operation]
+    world = crashed.prepared(verb)
+    crashed.arm(point)
     verb.request(world)
-    assert crashed.wait(30) == -9, f"{point} was not reached"
+    assert crashed.server.wait(30) == -9, f"{point} was not reached"
 
     crashed.start()
     world.reconnect()
@@ -514,9 +583,8 @@ def test_a_crash_converges(crashed: ServerProcess, operation: str, point: str) -
     assert answer is not None
     assert answer[0] in verb.answers, answer
     verb.goal(world, answer)
-    for session in world.client.sessions.list():
-        session.delete()
-    world.machine.check_empty()
+    crashed.settle(world)
+    crashed.keep(verb, world)
 
 
 # -- no point is forgotten -------------------------------------------------------------------------

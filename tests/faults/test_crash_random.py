@@ -13,6 +13,7 @@ import pytest
 
 from sojourn.client import Session
 from sojourn.errors import Interrupted, SojournError, Unreachable, WrongState
+from support.counting import COUNTER
 from support.histories_machine import Machine, await_true
 from support.servers import ServerProcess
 
@@ -21,7 +22,6 @@ pytestmark = [pytest.mark.privileged, pytest.mark.timeout(600)]
 SOAK = bool(os.environ.get("SOJOURN_SOAK"))
 KILLS = int(os.environ.get("SOJOURN_KILLS", "2000"))
 APPEND = "echo $(($(cat /root/log 2>/dev/null | wc -l) + 1)) >> /root/log"
-COUNTER = "i=0; while :; do i=$((i+1)); echo $i >> /root/count; sleep 0.05; done"
 
 
 class Log:

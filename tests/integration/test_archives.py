@@ -21,11 +21,11 @@ from sojourn.errors import ArchiveInvalid, NameTaken, ResumeFailed, StoreKeyInva
 from sojourn.model import Limits, Policy
 from sojourn.wire.api import ArchiveInfo
 from support.archives import Forger, with_memory
+from support.counting import COUNTER
 from support.servers import ServerProcess, eventually
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(240)]
 
-COUNTER = "i=0; while :; do i=$((i+1)); echo $i >> /root/count; sleep 0.05; done"
 SECRET = "a secret of sixteen bytes"
 
 

@@ -13,13 +13,12 @@ import pytest
 import support.durable
 from sojourn.client import Session, Sojourn
 from sojourn.errors import StoreUnreachable, Unsupported
+from support.counting import COUNTER
 from support.durable import sojourn
 from support.object_stores import FaultProxy, S3Server, s3_options
 from support.servers import ServerProcess, eventually
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(240)]
-
-COUNTER = "i=0; while :; do i=$((i+1)); echo $i >> /root/count; sleep 0.05; done"
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 from sojourn.client import Sojourn
 from sojourn.node.isolation import processes
+from support import prefork
 from support.servers import ServerProcess, eventually
 
 # Every point of `sojourn.faultpoints` that the copying to the object store has.
@@ -31,13 +31,7 @@ REPLICATION_POINTS = (
 
 def sojourn(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """One command line, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "sojourn.cli.main", *words],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=os.environ | environment,
-    )
+    return prefork.run(*words, environment=os.environ | environment)
 
 
 def stock(root: Path, **environment: str) -> Path:

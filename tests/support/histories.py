@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from sojourn.client import Session, Sojourn
 from sojourn.errors import WrongState
+from support.counting import counting
 from support.histories_machine import Machine
 from support.histories_model import Model, Point
 from support.servers import ServerProcess, eventually
@@ -19,7 +20,7 @@ TEXTS = st.integers(0, 99).map(str)
 WHICH = st.integers(0, 1000)
 MOST_SESSIONS = 4
 
-COUNTER = "i=0; while :; do i=$((i+1)); echo $i >> /root/count; sleep 0.1; done"
+COUNTER = counting(every=0.1)
 # Everything the model knows, in one command: name, content and a separator for each file.
 LOOK = r"""
 for d in /root/w /tmp/w; do

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from support.servers import ServerProcess
@@ -64,13 +64,14 @@ class Machine:
                     found.append((int(entry.name), line.split(b"\0")))
         return found
 
-    def left(self) -> list[str]:
-        """What is on the machine though no session is: nothing, when all is well."""
+    def left(self, but: Collection[str] | None = None) -> list[str]:
+        """What is on the machine though no session is: nothing, when all is well. While there are
+        sessions, whose sandboxes are `but`, the store is theirs and not looked at."""
         server = self.server.pid if self.server.running else None
         found = [
             f"process {pid}: {b' '.join(words)[:200]!r}"
             for pid, words in self._processes()
-            if pid != server
+            if pid != server and not _named(but, os.fsdecode(b" ".join(words)))
         ]
         mounted = Path("/proc/self/mounts").read_text().splitlines()
         found += [f"mount {line}" for line in mounted if str(self.data) in line]
@@ -79,32 +80,39 @@ class Machine:
                 for entry in (top / self._scope).iterdir():
                     if entry.is_dir():
                         found.append(f"cgroup {entry}")
-        for directory in ("sandboxes", "store/snapshots", "store/images", "store/sealed"):
-            found += [str(path) for path in (self.data / directory).iterdir()]
-        found += [
-            str(path)
-            for path in (self.data / "store/layers").iterdir()
-            if not (path / "source").exists()  # a template's
-        ]
-        for owner in (self.data / "store/staging").iterdir():
-            if server is None or f"-{server}-" not in owner.name:
-                found.append(str(owner))
-            found += [str(path) for path in owner.iterdir()]
+        found += [str(path) for path in (self.data / "sandboxes").iterdir()]
         found += [
             str(path)
             for path in (self.data / "gvisor").iterdir()
             if "sbx-" in path.name  # state files and sockets
         ]
+        found = [one for one in found if not _named(but, one)]
+        if but is None:
+            for directory in ("snapshots", "images", "sealed"):
+                found += [str(path) for path in (self.data / "store" / directory).iterdir()]
+            found += [
+                str(path)
+                for path in (self.data / "store/layers").iterdir()
+                if not (path / "source").exists()  # a template's
+            ]
+        for owner in (self.data / "store/staging").iterdir():
+            if server is None or f"-{server}-" not in owner.name:
+                found.append(str(owner))
+            found += [str(path) for path in owner.iterdir()]
         return found
 
-    def check_empty(self, seconds: float = 15.0) -> None:
-        """Wait until nothing is left; fails with what is."""
+    def check_empty(self, seconds: float = 15.0, but: Collection[str] | None = None) -> None:
+        """Wait until nothing is left (see `left`); fails with what is."""
 
         def check() -> None:
-            left = self.left()
+            left = self.left(but)
             assert not left, "\n".join(left)
 
         await_true(check, seconds)
+
+
+def _named(sandboxes: Collection[str] | None, text: str) -> bool:
+    return any(sandbox in text for sandbox in sandboxes or ())
 
 
 def await_true(check: Callable[[], None], seconds: float) -> None:

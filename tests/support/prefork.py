@@ -10,6 +10,7 @@ process per worker loads them once and forks; tests of starting itself run the r
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -26,9 +28,14 @@ from typing import IO, NoReturn
 
 _MODULES = (
     "sojourn.cli.main",
+    "sojourn.cli.recover",
+    "sojourn.cli.store",
+    "sojourn.cli.stores",
     "sojourn.cli.up",
     "sojourn.server.app",
     "sojourn.server.service_factory",
+    "anyio._backends._asyncio",
+    "uvicorn.lifespan.on",
     "uvloop",
 )
 _MESSAGE = 1 << 20
@@ -110,6 +117,19 @@ class Parent:
 
 parent = Parent()
 """The one of this test process."""
+
+
+def run(
+    *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run one `sojourn` command to its end, with nothing on its standard input."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        started = parent.start(list(arguments), environment or dict(os.environ), errors.fileno())
+        with started.stdout:
+            output = started.stdout.read()
+        code = started.wait()
+        errors.seek(0)
+        return subprocess.CompletedProcess(arguments, code, output, errors.read())
 
 
 class _Children:
@@ -201,6 +221,10 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     for name in _MODULES:
         importlib.import_module(name)
+    importlib.import_module("litestar").Litestar([])  # which loads the plugins it finds
+    # What is loaded is not looked at again by the collector of each child.
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     _Children(channel).serve()
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import weakref
 from pathlib import Path
 
 from sojourn.client import Sojourn
 from sojourn.node.isolation import processes
+from sojourn.store.layers import SHORT
 from support import prefork
 
 UP = (sys.executable, "-m", "sojourn.cli.main", "up")
@@ -45,6 +49,8 @@ class ServerProcess:
         """Start; raises with the log when it does not become ready."""
         place = ["--data", str(self.data), "--listen", "127.0.0.1:0"]
         variables = os.environ | {"SOJOURN_STORE": self.store} | environment
+        if not self._whole:
+            templates.lay(self.data, variables)
         with self._log.open("ab") as log:
             if self._whole:
                 self._process = subprocess.Popen(
@@ -66,6 +72,8 @@ class ServerProcess:
                 self._process.kill()
             raise RuntimeError(f"no ready line, exit {self.wait()}: {self.log()}")
         self.url = line.split()[1]
+        if not self._whole:
+            templates.keep(self.data, variables)
         return self.client()
 
     def log(self, length: int = 4000) -> str:
@@ -125,6 +133,46 @@ class ServerProcess:
             os.kill(pid, signal.SIGKILL)
         assert not left, f"processes left: {left}"
         assert str(self.data) not in Path("/proc/self/mounts").read_text()
+
+
+class Templates:
+    """What a server wrote down of the host's templates, given to the next new data directory.
+
+    Reading a template's thousands of files is half of the first start on a directory; with this
+    it is a look at each, as in any later start. Tests of the first start itself run it `whole`.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Path] = {}
+
+    def lay(self, data: Path, environment: dict[str, str]) -> None:
+        """Put it into a directory that no server has used."""
+        kept = self._kept.get(self._host(environment))
+        if kept is not None and not data.exists():
+            data.mkdir(mode=0o700)
+            shutil.copytree(kept, data / "store")
+
+    def keep(self, data: Path, environment: dict[str, str]) -> None:
+        """Keep that of the first server that is ready."""
+        host, store = self._host(environment), data / "store"
+        if host in self._kept:
+            return
+        kept = Path(tempfile.mkdtemp(prefix="sojourn-templates-"))
+        weakref.finalize(self, shutil.rmtree, kept, ignore_errors=True)
+        shutil.copytree(store / "templates", kept / "templates")
+        for note in (store / "templates").iterdir():
+            layer = note.read_text()[:SHORT]
+            shutil.copytree(store / "layers" / layer, kept / "layers" / layer)
+        self._kept[host] = kept
+
+    @staticmethod
+    def _host(environment: dict[str, str]) -> str:
+        return "\n".join(
+            environment.get(name, "") for name in ("SOJOURN_HOME", "SOJOURN_TEMPLATE_DIR")
+        )
+
+
+templates = Templates()
 
 
 def host_processes(data: Path) -> list[int]:
