@@ -52,6 +52,7 @@ def session_info(session: Session, operation: str | None = None) -> SessionInfo:
         created_at=session.created_at,
         updated_at=session.updated_at,
         network=session.network,
+        node=session.holder,
     )
 
 

@@ -99,7 +99,8 @@ class PromoteRequest(Request, frozen=True):
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
-    """A session as the API shows it."""
+    """A session as the API shows it. `node` is the id of the node that has it, in a cluster; None
+    on one machine, and while no node has it."""
 
     id: str
     name: str | None
@@ -121,6 +122,7 @@ class SessionInfo(msgspec.Struct, frozen=True):
     created_at: float
     updated_at: float
     network: NetworkPolicy = NetworkPolicy()
+    node: str | None = None
 
 
 class SessionPage(msgspec.Struct, frozen=True):
@@ -564,7 +566,8 @@ class GatewayInfo(msgspec.Struct, frozen=True):
 
 
 class StatusInfo(msgspec.Struct, frozen=True):
-    """The server at a glance."""
+    """The server at a glance. `database`, the address of the object store and the gateway are told
+    to the operator alone."""
 
     version: str
     node: str
@@ -575,6 +578,7 @@ class StatusInfo(msgspec.Struct, frozen=True):
     store_bytes: int
     objects: ObjectStoreInfo | None = None
     gateway: GatewayInfo | None = None
+    database: str | None = None
 
 
 class HealthInfo(msgspec.Struct, frozen=True):
