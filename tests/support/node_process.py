@@ -22,8 +22,10 @@ import msgspec
 from sojourn.client import Sojourn
 from sojourn.database import Database, open_database
 from sojourn.model.nodes import Node
+from sojourn.node.isolation.cgroups import CgroupTree
 from sojourn.server.base import Principal
 from sojourn.server.cluster.callers import HEADER, encode_principal
+from sojourn.server.service_factory import scope_of
 from support import raw
 from support.servers import host_processes
 
@@ -90,6 +92,16 @@ class NodeProcess:
         """As a server does, below /node/."""
         content = None if body is None else msgspec.json.encode(body)
         return raw.request(f"http://{self.address}", method, path, content)
+
+    def api(self, tenant: str, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """A request of a tenant's, as a server passes it on."""
+        content = None if body is None else msgspec.json.encode(body)
+        who = encode_principal(Principal(tenant=tenant, actor="test", role="tenant")).decode()
+        return raw.request(f"http://{self.address}", method, path, content, who)
+
+    def sandboxes(self) -> set[str]:
+        """The sandboxes whose processes are on this machine for the node."""
+        return CgroupTree(scope_of(self.data)).sandboxes()
 
     def row(self) -> Node:
         """What the database says of it."""
@@ -166,9 +178,6 @@ class NodeProcess:
 
 def thaw(data: Path) -> None:
     """Let frozen sandboxes of a data directory go on, so that they can end."""
-    from sojourn.node.isolation.cgroups import CgroupTree
-    from sojourn.server.service_factory import scope_of
-
     CgroupTree(scope_of(data)).kill_all(time.monotonic() + 5)
 
 
