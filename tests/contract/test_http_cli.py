@@ -369,7 +369,8 @@ def test_copying(box: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_service(client: Sojourn, capsys: pytest.CaptureFixture[str]) -> None:
     assert "debian" in said(capsys, "template", "ls")[1]
-    assert "fake" in said(capsys, "status")[1]
+    shown = said(capsys, "status")[1]
+    assert "fake" in shown and re.search(r"^database +/fake/sojourn.db$", shown, re.M)
     made = json.loads(said(capsys, "token", "create", "someone", "--json")[1])
     assert made["token"] and made["id"] in said(capsys, "token", "ls")[1]
     assert said(capsys, "token", "revoke", made["id"])[0] == 0

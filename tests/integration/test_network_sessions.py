@@ -393,7 +393,7 @@ def test_the_command_line_shows_and_sets_it(
     shown, _ = sojourn("session", "get", id)
     assert "api.example.com" in shown
     shown, _ = sojourn("status")
-    assert "gateway" in shown
+    assert "gateway" in shown and str(outside.server.data / "sojourn.db") in shown
     session.delete()
 
 

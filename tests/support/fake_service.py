@@ -760,4 +760,5 @@ class FakeService:
 
     async def status(self, who: Principal) -> StatusInfo:
         self.check("status")
-        return StatusInfo("0", "fake", {"fake": []}, {"running": len(self._sessions)}, 0, 0, 0)
+        running = {"running": len(self._sessions)}
+        return StatusInfo("0", "fake", {"fake": []}, running, 0, 0, 0, database="/fake/sojourn.db")

@@ -12,6 +12,7 @@ from sojourn.cli.history import as_tree
 from sojourn.cli.processes import command_of
 from sojourn.cli.service import object_store_facts
 from sojourn.cli.settings import retention_rules
+from sojourn.database import database_place
 from sojourn.wire.api import ObjectStoreInfo
 
 
@@ -98,3 +99,19 @@ def test_rules_of_retention_are_read() -> None:
 def test_other_rules_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         retention_rules(text)
+
+
+@pytest.mark.parametrize(
+    ("location", "shown"),
+    [
+        ("/srv/data/sojourn.db", "/srv/data/sojourn.db"),
+        ("sqlite:///srv/data/sojourn.db", "/srv/data/sojourn.db"),
+        (
+            "postgresql://me:hunter2@db.example:5433/sojourn",
+            "postgresql://me@db.example:5433/sojourn",
+        ),
+        ("postgres://me@db.example/sojourn?password=hunter2", "postgresql://me@db.example/sojourn"),
+    ],
+)
+def test_where_the_database_is_without_its_password(location: str, shown: str) -> None:
+    assert database_place(location) == shown

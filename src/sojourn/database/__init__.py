@@ -47,8 +47,19 @@ __all__ = [
     "SnapshotRecord",
     "Tenant",
     "Token",
+    "database_place",
     "open_database",
 ]
+
+
+def database_place(location: str | Path) -> str:
+    """Where a database is, for people: without a password or any other setting."""
+    told = str(location)
+    if told.startswith(("postgresql://", "postgres://")):
+        from sojourn.database.postgres.place import read_place  # only where it is needed
+
+        return read_place(told).shown
+    return told.removeprefix("sqlite://")
 
 
 async def open_database(location: str | Path, fence: Fence | None = None) -> Database:

@@ -46,6 +46,8 @@ class Context:
     are several nodes; None: it is alone."""
 
     node: NodeIdentity | None = None
+    database_place: str | None = None
+    """Where the database is, as the operator is told."""
 
     def __init__(
         self,

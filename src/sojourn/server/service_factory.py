@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
-from sojourn.database import open_database
+from sojourn.database import database_place, open_database
 from sojourn.database.base import Database
 from sojourn.database.records import Role
 from sojourn.errors import HostUnfit, NotFound
@@ -154,6 +154,7 @@ async def open_service(
             port_settings=ports or PortSettings(),
             node=identity,
         )
+        context.database_place = database_place(database_at or data / "sojourn.db")
         opened.push_async_callback(context.ports.close)
         opened.push_async_callback(context.networks.close)
         replicator.attach(store, source, context.guard, agent.in_use)

@@ -49,6 +49,7 @@ class Statuses:
             store_bytes=await asyncio.to_thread(allocated_bytes, context.store.root),
             objects=await self._objects(tenant),
             gateway=context.networks.gateway.info() if tenant is None else None,
+            database=context.database_place if tenant is None else None,
         )
 
     async def _objects(self, tenant: str | None) -> ObjectStoreInfo | None:
