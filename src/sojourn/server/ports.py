@@ -233,7 +233,9 @@ class Ports:
             if port.id in self._sockets:
                 return
             assert port.listens_at is not None
-            self._sockets[port.id] = listening(self._host, port.listens_at)
+            # Of several nodes the servers listen there, and this one wherever it can.
+            number = port.listens_at if self._registry.taker is None else 0
+            self._sockets[port.id] = listening(self._host, number)
         elif "" not in self._sockets:
             self._sockets[""] = self._listen_for_http()
             self._send_listener()
@@ -331,6 +333,18 @@ class Ports:
         listening = self._sockets.pop(port.id, None)
         if listening is not None:
             listening.close()
+
+    async def listener(self, session: str | None, port: int) -> tuple[str, int] | None:
+        """Where an exposed TCP port of a session is listened for on this machine; with None where
+        all HTTP ports are. None: nowhere."""
+        if session is None:
+            await self.serve()
+        made = self._sockets.get("" if session is None else f"{session}:{port}")
+        if made is None:
+            return None
+        host, number = made.getsockname()[:2]
+        unspecified = ipaddress.ip_address(host).is_unspecified
+        return ("127.0.0.1" if unspecified else host), number
 
     # -- ports nobody exposed ---------------------------------------------------------------
 
