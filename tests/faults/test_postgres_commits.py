@@ -11,7 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from sojourn.database import Database, open_database
+from sojourn.database.engine import Statements
 from sojourn.database.postgres import connections, transactions
+from sojourn.database.postgres.writer import THREADS
+from sojourn.database.sql_database import SqlDatabase
 from sojourn.database.writes import AppendEvent, UpdateSession
 from sojourn.errors import OutcomeUnknown, SojournError, Unreachable
 from sojourn.model import Session
@@ -22,6 +25,7 @@ from support.databases import (
     make_session,
     update_session,
 )
+from support.nodes import LONG, joined
 from support.postgres import PostgresServer, postgres_server
 from support.postgres_proxy import Moment, Proxy, cutting
 
@@ -129,6 +133,45 @@ def test_a_server_that_never_answers_holds_up_nobody_for_ever(
             session = await asyncio.wait_for(step(db, session), 20)
             assert (session.epoch, proxy.cuts) == (2, 1)
             await check_steps(db, session.id, 2)
+        finally:
+            await db.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_is_not_kept_waiting_by_a_server_that_is_away(
+    harness: PostgresHarness, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for the server waits long; a lease that came that late would be of no use."""
+    monkeypatch.setattr(connections, "WATCH_SECONDS", 0.1)
+
+    async def scenario() -> None:
+        db = await open_database(proxy.url(harness.name))
+        try:
+            node = await joined(db, "nod_a")
+            session = await insert_session(db, make_session())
+            await db.renew_node(node.fence, lease=LONG)
+            # All that others use is taken, and nobody answers the lease's own connection.
+            busy, done = threading.Semaphore(0), threading.Event()
+
+            def wait(_: Statements) -> None:
+                busy.release()
+                done.wait(60)
+
+            assert isinstance(db, SqlDatabase)
+            held = [db._writer.submit(wait, durable=False) for _ in range(THREADS)]
+            for _ in range(THREADS):
+                await asyncio.to_thread(busy.acquire, timeout=30)
+            assert (await db.renew_node(node.fence, lease=LONG)).lease_left > 0
+            harness.server.kill()
+            with pytest.raises(Unreachable):
+                await asyncio.wait_for(db.renew_node(node.fence, lease=LONG), 20)
+            assert not any(job.done() for job in held)
+            harness.server.start()
+            done.set()
+            await asyncio.gather(*held, return_exceptions=True)
+            assert (await db.renew_node(node.fence, lease=LONG)).lease_left > 0
+            await step(db, session)
         finally:
             await db.close()
 

@@ -75,11 +75,11 @@ class Transactions:
     """Runs tasks, each in the thread it is called in."""
 
     def __init__(
-        self, connections: Connections, closing: threading.Event, longest: float = LONGEST
+        self, connections: Connections, closing: threading.Event, longest: float | None = None
     ) -> None:
         self._connections = connections
         self._closing = closing
-        self._longest = longest
+        self._longest = LONGEST if longest is None else longest
         self._shown = connections.place.shown
         self._patience = connections.place.patience
 
