@@ -171,6 +171,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("set_fence", {"node": "nod_7", "incarnation": 2}),
     ("mark_lost", {"id": "nod_7"}),
     ("lost_node", {"id": "nod_7"}),
+    ("sessions_of_lost_node", {"node": "nod_none", "limit": 100}),
     ("take_session", {"id": "ses_7", "holder": "nod_7", "epoch": 1, "now": NOW}),
     ("release_session", {"id": "ses_7", "holder": "nod_7", "epoch": 1, "now": NOW}),
     ("operations_of_session", {"server": "nod_7", "session": "ses_7"}),

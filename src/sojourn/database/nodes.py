@@ -237,6 +237,10 @@ class NodeRows:
 
     # -- lost nodes -------------------------------------------------------------------------
     async def lose_node(self, grace: float) -> Node | None:
+        # Mostly there is none, which needs no transaction that is synced.
+        if not await self._reader.select("nodes_to_lose", {"grace": float(grace)}):
+            return None
+
         def work(statements: Statements) -> Node | None:
             rows = statements.run("late_node", {"grace": float(grace)})
             if rows:

@@ -51,6 +51,17 @@ RETURNING id;
 -- name: set_node_state
 UPDATE nodes SET state = :state WHERE id = :id AND state <> 'removed' RETURNING id;
 
+-- name: nodes_to_lose
+-- Whether there may be one: asked every second, and seldom so.
+SELECT id FROM nodes
+WHERE (NOT lost AND state <> 'removed' AND lease_until < {clock} - :grace)
+    OR (lost AND (
+        EXISTS (SELECT 1 FROM sessions WHERE holder = nodes.id)
+        OR EXISTS (
+            SELECT 1 FROM operations
+            WHERE server = nodes.id AND state IN ('pending', 'running'))))
+LIMIT 1;
+
 -- name: lost_node_with_work
 SELECT id FROM nodes
 WHERE lost AND (
