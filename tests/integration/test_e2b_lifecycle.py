@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -341,7 +342,21 @@ def test_code_gives_results_output_and_errors(code: CodeSandbox) -> None:
     env = "import os; os.environ.get('ONLY_ONCE')"
     assert code.run_code(env, envs={"ONLY_ONCE": "1"}).text == "'1'"
     assert code.run_code(env).text is None
+    with pytest.raises(SandboxException, match="no variable"):
+        code.run_code(env, envs={"A=B": "1"})
     assert code.run_code("import os; os.getcwd()").text == "'/home/user'"
+
+
+def test_variables_are_set_for_one_piece_of_code_alone(code: CodeSandbox) -> None:
+    code.run_code("import os, time\ndef who(): return os.environ.get('WHO')")
+
+    def one(number: int) -> str | None:
+        envs = {"WHO": str(number)} if number % 2 else {}
+        return code.run_code("before = who(); time.sleep(0.02); before, who()", envs=envs).text
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(one, range(8)))
+    assert found == [str((str(n), str(n)) if n % 2 else (None, None)) for n in range(8)]
 
 
 def test_contexts_are_apart(code: CodeSandbox) -> None:
@@ -384,8 +399,8 @@ def test_code_that_a_pause_interrupts_is_no_result(code: CodeSandbox) -> None:
 
     def work() -> None:
         try:
-            long = "import time; open('/tmp/begun', 'w'); time.sleep(300)"
-            code.run_code(long, context=context)
+            long = "import os, time; open('/tmp/begun', 'w')\nwhile not os.path.exists('/tmp/end'):"
+            code.run_code(long + " time.sleep(0.02)", context=context, envs={"ONCE": "1"})
         except SandboxException as error:
             ended.append(error)
 
@@ -396,7 +411,10 @@ def test_code_that_a_pause_interrupts_is_no_result(code: CodeSandbox) -> None:
     working.join(20)
     assert [type(error) for error in ended] == [TimeoutException]
     woken = CodeSandbox.connect(code.sandbox_id, timeout=600)
-    # It goes on where it was; who wants its context for something else has it begin anew.
+    # It goes on where it was; what is run next waits for it, and has none of its variables.
+    woken.files.write("/tmp/end", "")
+    assert woken.run_code("os.environ.get('ONCE')", context=context).results == []
+    # Who wants its context for something else has it begin anew.
     woken.restart_code_context(context)
     assert woken.run_code("1", context=context).text == "1"
 

@@ -28,6 +28,11 @@ async def test_values_output_and_state(guest: GuestLink, _: HostedSupervisor, __
     assert (await python.run("None")).text is None
     assert (await python.run("")).text is None
     assert (await python.run("_ if False else 'é\\udcff'")).text == "'é\\udcff'"
+    # Halves of UTF-16 pairs are no text: shown as Python writes them.
+    half = await python.run("class A:\n def __repr__(s): return '\\ud800ü\\U0001f600'\nA()")
+    assert half.text == "\\ud800ü😀"
+    raised = (await python.run("raise ValueError('\\udcff')")).error
+    assert raised is not None and raised.value == "\\udcff"
     assert (await python.run("__name__")).text == "'__main__'"
     other = await python.run("'x' in globals()", context="other")
     assert (other.text, other.execution_count) == ("False", 1)

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import inspect
 import random
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -358,6 +359,8 @@ async def files_that_are_not_there(box: Box) -> None:
         lambda: box.files.write("/home/user/", "x"),
         lambda: box.files.read("/home/user"),
         lambda: box.files.make_dir("plain"),
+        lambda: box.files.read("/dev/zero"),
+        lambda: box.files.read("/proc/self/mem"),
         lambda: box.files.watch_dir("plain", **box.classes.watching),
         lambda: box.files.list("/home", depth=0),
         lambda: box.files.write("with-metadata", "x", metadata={"a": "b"}),
@@ -366,6 +369,38 @@ async def files_that_are_not_there(box: Box) -> None:
             await box(call())
     with pytest.raises(AuthenticationException):
         await box(box.files.read("plain", user="nobody-of-this-name"))
+
+
+@case
+async def names_that_are_no_text(box: Box) -> None:
+    await box.run("mkdir -p bytes && cd bytes && touch $'a\\xffb' && mkdir $'d\\xfd'")
+    listed = [entry.name for entry in await box(box.files.list("bytes", depth=2))]
+    assert sorted(listed) == ["a\ufffdb", "d\ufffd"]
+    # The SDKs cannot say such a name; an address can.
+    config = box.sandbox.connection_config
+    place = f"{config.api_url}/files?path=/home/user/bytes/%FE"
+    headers = config.sandbox_headers | {"Content-Type": "application/octet-stream"}
+    assert httpx.post(place, content=b"kept", headers=headers).status_code == 200
+    assert httpx.get(place, headers=headers).content == b"kept"
+    assert (await box.run("cat bytes/$'\\xfe'")).stdout == "kept"
+    await box(box.files.remove("bytes"))
+
+
+@case
+async def accounts_as_somebody_inside_wrote_them(box: Box) -> None:
+    await box.run(
+        "cp /etc/passwd /tmp/passwd; printf 'odd:x:²:1::/:/bin/sh\\nbig:x:%s:1::/:/bin/sh\\n'"
+        " $(head -c 9000 /dev/zero | tr '\\0' 9) >> /etc/passwd; printf '\\377:x:7:7::/:\\n'"
+        " >> /etc/passwd; touch /tmp/of7; chown 7 /tmp/of7",
+        user="root",
+    )
+    await box(box.files.write("still", "works"))
+    assert (await box(box.files.get_info("still"))).owner == "user"
+    assert (await box(box.files.get_info("/tmp/of7"))).owner == "lp"
+    for user in ("odd", "big"):
+        with pytest.raises(AuthenticationException):
+            await box(box.files.read("still", user=user))
+    await box.run("cat /tmp/passwd > /etc/passwd", user="root")
 
 
 @case
@@ -449,6 +484,8 @@ async def signed_addresses(box: Box) -> None:
     assert httpx.get(get.replace("signature=v1_", "signature=v1_x")).status_code == 401
     old = sandbox.download_url("/home/user/up.bin", use_signature_expiration=-10)
     assert httpx.get(old).status_code == 401
+    odd = re.sub(r"signature_expiration=\d+", "signature_expiration=%C2%B2", get)
+    assert odd != get and httpx.get(odd).status_code == 401
 
 
 # -- pauses -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 from e2b import get_signature
@@ -16,10 +17,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sojourn import errors
-from sojourn.errors import InvalidRequest, TooLarge, Unauthenticated, Unsupported
+from sojourn.errors import (
+    FileMissing,
+    InvalidRequest,
+    PathInvalid,
+    TooLarge,
+    Unauthenticated,
+    Unsupported,
+)
 from sojourn.model import new_id
 from sojourn.model.network import NetworkMode, NetworkPolicy
-from sojourn.server.e2b import connect, contents, control, entries, failures, ids, networks, users
+from sojourn.server.e2b import (
+    calls,
+    connect,
+    contents,
+    control,
+    entries,
+    failures,
+    filesystem,
+    ids,
+    networks,
+    users,
+)
 from sojourn.server.e2b.drains import TAG
 from sojourn.server.e2b.interpreters import lines
 from sojourn.server.e2b.processes import Input, Selector, StreamInput, ended, outputs
@@ -55,8 +74,12 @@ def test_a_sandbox_id_stands_for_one_session() -> None:
 
 def test_a_token_opens_one_sandbox_for_one_purpose() -> None:
     token = TOKENS.make(ids.ACCESS, "ten_a", SESSION)
-    who = TOKENS.check(token, SESSION, ids.ACCESS)
-    assert who is not None and (who.tenant, who.role) == ("ten_a", "tenant")
+    for _ in range(2):  # the second time it is known
+        who = TOKENS.check(token, SESSION, ids.ACCESS)
+        assert who is not None and (who.tenant, who.role) == ("ten_a", "tenant")
+        assert TOKENS.check(token, SESSION, ids.TRAFFIC, ids.ACCESS) == who
+    for wrong in (token + "x", token[:-1], "ten_b" + token[5:], "", "."):
+        assert TOKENS.check(wrong, SESSION, ids.ACCESS) is None
     assert TOKENS.check(token, SESSION, ids.TRAFFIC) is None
     assert TOKENS.check(token, new_id("ses"), ids.ACCESS) is None
     assert TOKENS.check(token.replace("ten_a", "ten_b"), SESSION, ids.ACCESS) is None
@@ -395,3 +418,72 @@ def test_pages_repeat_and_leave_out_nothing() -> None:
         assert walk(list(found), None) == whole == walk(list(found), 1)
     with pytest.raises(InvalidRequest):
         control._page([], "nonsense", 1)
+
+
+# -- lists of trees -----------------------------------------------------------------------------
+
+
+class Tree:
+    """A guest whose every directory holds a file and a directory, so deep as a path can be."""
+
+    def __init__(self, gone: bytes = b"") -> None:
+        self._gone = gone
+
+    async def list(self, path: bytes) -> list[Stat]:
+        if path == self._gone:
+            raise FileMissing("it was removed")
+        if len(path) > 4096:
+            raise PathInvalid("too long")
+        return [stat_of(path + b"/d", "dir"), stat_of(path + b"/f", "file")]
+
+
+def stat_of(path: bytes, kind: str) -> Stat:
+    return Stat(path, kind, 0o644, 0, 0, 0, 0, 1, 1)
+
+
+def listed(guest: Any, depth: int) -> list[bytes]:
+    return [stat.path for stat in gather(filesystem._below(guest, b"/t", depth))]
+
+
+def test_a_tree_is_listed_to_its_depth_however_deep() -> None:
+    assert listed(Tree(), 1) == [b"/t/d", b"/t/f"]
+    assert listed(Tree(), 2) == [b"/t/d", b"/t/d/d", b"/t/d/f", b"/t/f"]
+    assert listed(Tree(gone=b"/t/d"), 9) == [b"/t/d", b"/t/f"]
+    assert len(listed(Tree(), 2000)) == 4000
+    with pytest.raises(PathInvalid):  # rather than leaving out what is deeper
+        listed(Tree(), 10_000)
+
+
+# -- addresses and forms ------------------------------------------------------------------------
+
+
+@given(st.text(alphabet=st.sampled_from("ab=&+%2F/%c3%bc%ff%zz;?")))
+def test_addresses_are_read_as_everybody_reads_them(raw: str) -> None:
+    wanted = parse_qsl(raw, keep_blank_values=True, errors="surrogateescape")
+    assert calls.query(raw.encode()) == dict(wanted)
+
+
+def form(*parts: tuple[str, bytes]) -> bytes:
+    whole = b""
+    for disposition, data in parts:
+        whole += f"--b\r\nContent-Disposition: form-data; {disposition}\r\n\r\n".encode()
+        whole += data + b"\r\n"
+    return whole + b"--b--\r\n"
+
+
+@given(st.lists(st.binary(max_size=200), max_size=4), st.integers(1, 50))
+def test_a_form_is_the_same_whole_and_in_pieces(files: list[bytes], size: int) -> None:
+    parts = [(f'name="file"; filename="f{n}"', data) for n, data in enumerate(files)]
+    body = form(('name="other"', b"no file"), *parts)
+
+    async def in_pieces() -> list[tuple[str, bytes]]:
+        found = []
+        async for name, data in contents._Parts(pieces(body, size), "b"):
+            found.append((name, b"".join([piece async for piece in data])))
+        return found
+
+    wanted = [(f"f{n}", data) for n, data in enumerate(files)]
+    assert gather(contents._whole(body, "b")) == wanted == asyncio.run(in_pieces())
+    for broken in (body[:-8], b"", b"x" + body, body.replace(b"--b--", b"--b")):
+        with pytest.raises(InvalidRequest):
+            gather(contents._whole(broken, "b"))

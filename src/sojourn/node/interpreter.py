@@ -248,8 +248,14 @@ class Interpreter:
             return await self._died(held, process, out, err, watchdog, restarted)
         await watchdog.settled()
         assert out.payload is not None
-        answer = msgspec.json.decode(out.payload, type=_Answer)
-        return _result(answer, out, err, watchdog, restarted)
+        try:
+            answer = msgspec.json.decode(out.payload, type=_Answer)
+            return _result(answer, out, err, watchdog, restarted)
+        except (msgspec.DecodeError, ValueError):
+            # The code has the channel too, and may have answered in the driver's place.
+            told = "what the code came to cannot be read"
+            unread = _Answer(None, CodeError("InterpreterError", told, ""), [], [], 0)
+            return _result(unread, out, err, watchdog, restarted)
 
     async def _died(
         self,

@@ -19,6 +19,7 @@ import fcntl
 import json
 import linecache
 import os
+import re
 import signal
 import struct
 import sys
@@ -265,6 +266,13 @@ def flush() -> None:
             stream.flush()
 
 
+def encode(answer: dict[str, Any]) -> bytes:
+    """As JSON. Halves of UTF-16 pairs, which Python has in text and JSON has not, are written out
+    as Python shows them."""
+    dumped = json.dumps(answer, ensure_ascii=False)
+    return re.sub("[\ud800-\udfff]", lambda one: f"\\\\u{ord(one[0]):04x}", dumped).encode()
+
+
 def serve() -> None:
     """Answer requests until there are no more."""
     me = os.getpid()
@@ -286,8 +294,7 @@ def serve() -> None:
         flush()
         if os.getpid() != me:
             os._exit(0)  # a child that the code forked and did not end
-        payload = json.dumps(answer).encode("utf-8", "backslashreplace")
-        channel.mark(request["token"], b">", payload)
+        channel.mark(request["token"], b">", encode(answer))
 
 
 if __name__ == "__main__":

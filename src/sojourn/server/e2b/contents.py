@@ -68,9 +68,13 @@ class Contents:
                 raise FileConflict(f"path '{text(path)}' is a {stat.type}", next_step="")
             headers = [(b"content-type", _OCTETS)]
             if stat.size == 0:
-                # Files of /proc say that they are empty, and are not.
+                # Files of /proc say that they are empty, and are not; or cannot be read.
+                chunks = guest.read(path)
+                first = await anext(chunks, b"")
                 yield Head(200, headers)
-                async for chunk in guest.read(path):
+                if first:
+                    yield first
+                async for chunk in chunks:
                     yield chunk
                 return
             if stat.size <= SMALL_FILE:
@@ -161,7 +165,7 @@ async def _put(
     data: bytes | AsyncIterator[bytes],
 ) -> dict[str, Any]:
     if asked.endswith("/"):
-        raise InvalidRequest(f"path is a directory: {asked}", field="path")
+        raise InvalidRequest(f"path is a directory: {text(path)}", field="path")
     whole = data if isinstance(data, bytes) else await _gathered(data)
     await guest.write_file(path, whole, user=who.name)
     return {"name": text(posixpath.basename(path)), "type": "file", "path": text(path)}
@@ -276,4 +280,5 @@ def expired(expiration: str | None) -> bool:
     """Whether the time an address was signed for is over; one that is no number is."""
     if expiration is None:
         return False
-    return not expiration.isdigit() or len(expiration) > 15 or int(expiration) < time.time()
+    number = expiration.isascii() and expiration.isdigit() and len(expiration) <= 15
+    return not number or int(expiration) < time.time()

@@ -235,10 +235,10 @@ def _started_after(given: str | None) -> float:
         return 0.0
     try:
         # A plus sign that was not escaped arrives as a space.
-        found = datetime.fromisoformat(given.replace(" ", "+"))
-    except ValueError:
+        found = datetime.fromisoformat(given.replace(" ", "+")).timestamp()
+    except (ValueError, OverflowError):
         raise InvalidRequest(f"startedAfter is no time: {given!r}", field="startedAfter") from None
-    return min(found.timestamp(), time.time() + 1e9)
+    return min(found, time.time() + 1e9)
 
 
 def _page(

@@ -6,6 +6,7 @@ bounded and says so instead of leaving something out.
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,7 +17,6 @@ from litestar.types import ASGIApp
 from sojourn.errors import (
     FileConflict,
     FileMissing,
-    InvalidRequest,
     NotFound,
     PathInvalid,
     SojournError,
@@ -213,12 +213,15 @@ async def make_parents(guest: Guest, path: bytes, who: users.Account) -> None:
 
 
 async def _below(guest: Guest, path: bytes, depth: int) -> AsyncIterator[Stat]:
-    """Entries in the order of a tree, parents before children; links are not followed."""
-    for stat in await guest.list(path):
+    """Entries in the order of a tree, parents before children; links are not followed. Raises
+    PathInvalid where the tree is deeper than a path can be long."""
+    open_directories = [iter(await guest.list(path))]
+    while open_directories:
+        stat = next(open_directories[-1], None)
+        if stat is None:
+            open_directories.pop()
+            continue
         yield stat
-        if depth > 1 and stat.type == "dir":
-            try:
-                async for inner in _below(guest, stat.path, depth - 1):
-                    yield inner
-            except (FileMissing, InvalidRequest):
-                continue  # removed meanwhile
+        if len(open_directories) < depth and stat.type == "dir":
+            with contextlib.suppress(FileMissing, FileConflict):  # removed or replaced meanwhile
+                open_directories.append(iter(await guest.list(stat.path)))

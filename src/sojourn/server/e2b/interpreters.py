@@ -12,6 +12,7 @@ import base64
 import signal as signals
 import time
 import uuid
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -157,6 +158,10 @@ class Interpreters:
         self._rooms = rooms
         # Pieces of code of this module's own, which the client's count leaves out.
         self._hidden: dict[tuple[str, str], int] = {}
+        self._locks: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock]
+        self._locks = weakref.WeakValueDictionary()
+        # Contexts whose variables of one piece of code are still set.
+        self._owed: set[tuple[str, str]] = set()
 
     # -- running ----------------------------------------------------------------------------
 
@@ -168,6 +173,7 @@ class Interpreters:
         context = asked.context_id or DEFAULT
         request = CodeRequest(code=asked.code, context=context)
         check_code(request)
+        _check_variables(asked.env_vars or {})
         process = await self._find(call, context)
         if process is None:
             if context != DEFAULT:
@@ -200,16 +206,38 @@ class Interpreters:
     async def _run(
         self, call: Call, request: CodeRequest, env: dict[str, str]
     ) -> AsyncIterator[bytes]:
-        if env:
-            await self._code(call, request.context, _SET.format(env=repr(env)))
-        hidden = self._hidden.get((call.session, request.context), 0)
-        try:
-            result = await call.service.run_code(call.who, call.session, request)
-        finally:
+        key = (call.session, request.context)
+        # What is set for one piece of code must not be seen by another.
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            if key in self._owed:
+                await self._reset(call, key)
             if env:
-                await self._code(call, request.context, _RESET)
+                await self._set(call, key, env)
+            hidden = self._hidden.get(key, 0)
+            try:
+                result = await call.service.run_code(call.who, call.session, request)
+            finally:
+                if env:
+                    await self._reset(call, key)
         for line in lines(result, max(1, result.execution_count - hidden)):
             yield line
+
+    async def _set(self, call: Call, key: tuple[str, str], env: dict[str, str]) -> None:
+        """Set variables for one piece of code. Raises InvalidRequest for what cannot be set."""
+        if len(self._owed) >= _REMEMBERED:
+            self._owed.clear()
+        self._owed.add(key)
+        result = await self._code(call, key[1], _SET.format(env=repr(env)))
+        if result.error is not None:
+            await self._reset(call, key)
+            raise InvalidRequest(
+                f"the variables cannot be set: {result.error.value}", field="env_vars"
+            )
+
+    async def _reset(self, call: Call, key: tuple[str, str]) -> None:
+        """Undo that; after an interruption, before the next piece of code."""
+        await self._code(call, key[1], _RESET)
+        self._owed.discard(key)
 
     async def _code(self, call: Call, context: str, code: str) -> CodeResult:
         result = await call.service.run_code(
@@ -297,6 +325,7 @@ class Interpreters:
     async def _end(self, call: Call, context: str) -> None:
         """Its process ends; returns when it has."""
         self._hidden.pop((call.session, context), None)
+        self._owed.discard((call.session, context))
         state = await self._find(call, context)
         if state is None:
             return
@@ -327,3 +356,9 @@ def _check_language(language: str | None) -> None:
             next_step="Run it as a command, or use python.",
             field="language",
         )
+
+
+def _check_variables(env: dict[str, str]) -> None:
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise InvalidRequest(f"there is no variable {name!r}", field="env_vars")

@@ -24,7 +24,7 @@ def memory(text: bytes) -> dict[str, int]:
     for line in text.decode("ascii", "replace").splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
-        if words and words[0].isdigit():
+        if words and words[0].isdigit() and len(words[0]) < 20:
             found[name] = int(words[0]) * 1024
     return found
 

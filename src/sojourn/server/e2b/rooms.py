@@ -15,6 +15,7 @@ from sojourn.node.guest import Guest
 from sojourn.server.e2b import failures, ids, users
 from sojourn.server.e2b.calls import Call
 from sojourn.server.e2b.drains import Drains
+from sojourn.server.e2b.entries import text
 from sojourn.server.e2b.sandboxes import Sandboxes, environment
 from sojourn.wire.api import SessionInfo
 
@@ -84,7 +85,8 @@ class Rooms:
         numbers and home of who acts are looked up only where the path needs them."""
         await self.enter(call)
         user = users.user_of(call.header(b"authorization"), call.query.get("username"))
-        event = f"files.{what} {path}"
+        # The log is text; the path itself keeps its bytes.
+        event = f"files.{what} {text(path.encode('utf-8', 'surrogateescape'))}"
         async with call.service.files(call.who, call.session, event, mutates=mutates) as guest:
             if path.startswith("/") and (user == "root" or (user == users.DEFAULT and not owner)):
                 account = users.ROOT if user == "root" else users.PREPARED

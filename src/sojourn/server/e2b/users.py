@@ -46,11 +46,11 @@ class Accounts:
         self._groups: dict[int, str] = {}
         for fields in _lines(passwd, 6):
             name, _, uid, gid, _, home = fields[:6]
-            if uid.isdigit() and gid.isdigit():
+            if _is_number(uid) and _is_number(gid):
                 self.users.setdefault(name, Account(name, int(uid), int(gid), home or "/"))
                 self._names.setdefault(int(uid), name)
         for fields in _lines(group, 3):
-            if fields[2].isdigit():
+            if _is_number(fields[2]):
                 self._groups.setdefault(int(fields[2]), fields[0])
 
     def user(self, uid: int) -> str:
@@ -76,8 +76,13 @@ class Accounts:
         return next(number for number in range(_NUMBER, 65000) if number not in taken)
 
 
+def _is_number(text: str) -> bool:
+    # These files are written by whoever is inside.
+    return len(text) <= 10 and text.isascii() and text.isdigit()
+
+
 def _lines(text: bytes, least: int) -> Iterator[list[str]]:
-    for line in text.decode("utf-8", "surrogateescape").splitlines():
+    for line in text.decode("utf-8", "replace").split("\n"):
         fields = line.split(":")
         if len(fields) >= least and fields[0]:
             yield fields
