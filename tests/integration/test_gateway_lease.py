@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from sojourn.database import Database
 from sojourn.model.network import NetworkMode, NetworkPolicy, NetworkRule
+from sojourn.node.isolation import processes
 from sojourn.wire.lease_file import LeaseWriter, now
 from support.gateway_guests import TunnelReset
 from support.gateway_rig import Rig
 from support.gateway_world import ALLOWED, World
+from support.node_process import NodeProcess, with_database
 
 pytestmark = pytest.mark.privileged
 
@@ -73,3 +76,27 @@ def test_tunnels_are_cut_at_the_deadline_and_none_is_opened_until_it_is_renewed(
             rig.run(round_trip())
         finally:
             rig.close()
+
+
+def test_the_gateway_of_a_node_goes_by_the_nodes_lease(tmp_path: Path, place: Path) -> None:
+    location = str(tmp_path / "nodes.db")
+
+    async def tenant(database: Database) -> str:
+        return (await database.create_tenant("one")).id
+
+    tenant_id = with_database(location, tenant)
+    node = NodeProcess(tmp_path / "node", "node", location, place.as_uri())
+    node.join()
+    try:
+        node.start()
+        session = node.client(tenant_id).sessions.create(network="open")
+        assert session.exec("true").ok
+        [gateway] = [
+            pid
+            for pid in processes.children(node.pid)
+            if "sojourn.gateway.worker" in processes.command_line(pid)
+        ]
+        assert f"{node.data}/lease" in Path(f"/proc/{gateway}/maps").read_text()
+        session.delete()
+    finally:
+        node.remove()

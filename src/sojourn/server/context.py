@@ -88,6 +88,8 @@ class Context:
         self.ports = Ports(database, self.registry, secrets, data, port_settings, self.networks)
         self.networks.exposed = self.ports.any_of
         self.networks.gateway.channel = self.ports.new_channel
+        if node is not None:
+            self.networks.gateway.lease = node.watchdog.path
         self.registry.watch(self.ports.committed)
         self.guard = StoreGuard()
         agent.standing = lambda: not self.may_act
