@@ -51,6 +51,11 @@ _CALL_TIMEOUT = 20.0
 _PROBE_TIMEOUT = 5.0
 _KILL_TIMEOUT = 10.0
 
+_UNSAVABLE = (
+    "The session is usable. Where a program of root is connected to a socket in /run/sojourn/node,"
+    " even one that is closed at the other end, end it; or take a files-only snapshot"
+    " (memory=false)."
+)
 _IMAGE_FILES = ("checkpoint.img", "pages_meta.img", "pages.img")
 
 # The sentry, the gofer and the page tables of the guest are charged to the sandbox's group too;
@@ -280,9 +285,12 @@ class GVisorDriver:
             return StorageFull(
                 f"no room for the memory image of {spec.sandbox}: {words}", sandbox_alive=alive
             )
-        return CaptureFailed(
+        failed = CaptureFailed(
             f"the checkpoint of {spec.sandbox} failed: {words}", sandbox_alive=alive
         )
+        if "encoding error" in words:  # something inside that no image can hold
+            failed.next_step = _UNSAVABLE
+        return failed
 
     def unlinked_files(self, spec: SandboxSpec) -> list[str]:
         """Paths on the root file system held open though their name is gone."""
