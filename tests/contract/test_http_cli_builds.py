@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sojourn import AsyncSojourn, Sojourn
+from sojourn import AsyncSojourn, Sojourn, allow
 from sojourn.cli.main import run
 from sojourn.client import core_builds
 from support.http_rig import HttpRig
@@ -56,8 +56,9 @@ def test_an_interrupted_build_leaves_no_session(
 ) -> None:
     begun = tmp_path / "begun"
     file = containerfile(tmp_path, f"RUN touch {begun}; exec sleep 60")
+    words = ["template", "build", "app", "--file", file, "--network", "allow=mirror.example.com"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "sojourn.cli.main", "template", "build", "app", "--file", file],
+        [sys.executable, "-m", "sojourn.cli.main", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=dict(os.environ),
@@ -68,6 +69,7 @@ def test_an_interrupted_build_leaves_no_session(
     (session,) = client.sessions.list()
     policy = session.info.policy
     assert session.labels == {"building": "app"}
+    assert session.network == allow("mirror.example.com")
     # Of a client that is killed it removes itself.
     assert (policy.on_idle, policy.idle_timeout, policy.on_expiry) == ("delete", 300, "delete")
     process.send_signal(sent)

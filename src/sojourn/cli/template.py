@@ -107,11 +107,7 @@ def _show(found: TemplateInfo) -> None:
 )
 @click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Value of an ARG.")
 @click.option(
-    "--network",
-    type=click.Choice(["none", "open"]),
-    default="none",
-    show_default=True,
-    help="What RUN reaches.",
+    "--network", help="What RUN reaches: none, open or allow=DOMAIN[:PORT][,...].  [none]"
 )
 @click.option("--no-cache", is_flag=True, help="Run every step again.")
 @click.option("--cold", is_flag=True, help="With --from-session: files alone, no processes.")
@@ -128,7 +124,7 @@ def build(
     file: Path | None,
     context: Path | None,
     arguments: tuple[str, ...],
-    network: str,
+    network: str | None,
     no_cache: bool,
     cold: bool,
     start: bool,
@@ -160,7 +156,7 @@ def build(
                 file,
                 context or file.parent,
                 arguments=dict(_argument(one) for one in arguments),
-                network={"mode": network},
+                network=network,
                 start=start,
                 cache=not no_cache,
                 insecure=insecure,
