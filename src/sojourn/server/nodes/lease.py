@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from sojourn.database.base import Database
@@ -67,6 +68,7 @@ class Lease:
         self._over = True
         self._fenced = False
         self._moved = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "lease")
         self._tasks: list[asyncio.Task[None]] = []
         self._untell: Callable[[], None] = lambda: None
 
@@ -108,6 +110,7 @@ class Lease:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._thread.shutdown(wait=False)
 
     # -- renewing ---------------------------------------------------------------------------
 
@@ -144,16 +147,21 @@ class Lease:
             return
         if self._guard is not None:
             # Before it counts: what is frozen by this file must not be relied on.
-            await asyncio.to_thread(self._guard.hold, deadline)
+            await self._apart(self._guard.hold, deadline)
         self._deadline = deadline
         if self._over:
             if self._guard is not None:
-                await asyncio.to_thread(self._guard.thaw)
+                await self._apart(self._guard.thaw)
             self._over = False
             if self.losses:
                 log.warning("the lease is held again")
             self.regained()
         self._moved.set()
+
+    async def _apart(self, work: Callable[..., None], *arguments: int) -> None:
+        """In a thread of its own: all others may wait for an object store that does not answer."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, work, *arguments)
 
     async def _watch(self) -> None:
         """Notice the end of the lease when it comes, whatever a renewal is waiting for."""
