@@ -32,8 +32,9 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def start_counting(session: Session) -> None:
-    """Start the program."""
+    """Start the program; it counts when this returns."""
     session.spawn(["python3", "-c", _PROGRAM])
+    until(lambda: read_count(session))
 
 
 def read_count(session: Session) -> int:
