@@ -34,6 +34,8 @@ _MODULES = (
     "sojourn.cli.up",
     "sojourn.server.app",
     "sojourn.server.service_factory",
+    "sojourn.server.cluster.serving",
+    "sojourn.server.nodes.serving",
     "anyio._backends._asyncio",
     "uvicorn.lifespan.on",
     "uvloop",

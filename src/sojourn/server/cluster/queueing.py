@@ -56,6 +56,10 @@ class TenantQueue(Generic[T]):
         """Whether the tenant has something waiting."""
         return tenant in self._waiting
 
+    def first(self) -> list[T]:
+        """The first one of each tenant, in the order of turns."""
+        return [queue[0] for queue in self._waiting.values()]
+
     def admit(self, fits: Callable[[T], bool]) -> None:
         """Take out what `fits`, tenants in turn, each one's first before its next."""
         going = True
@@ -101,6 +105,7 @@ class Admissions:
         self._queue: TenantQueue[_Waiting] = TenantQueue()
         self._evicting = asyncio.Lock()
         self._pump: asyncio.Task[None] | None = None
+        self._clearing: asyncio.Task[None] | None = None
 
     @property
     def waiting(self) -> int:
@@ -109,9 +114,10 @@ class Admissions:
 
     async def stop(self) -> None:
         """Idempotent."""
-        if self._pump is not None:
-            self._pump.cancel()
-            await asyncio.gather(self._pump, return_exceptions=True)
+        for task in (self._pump, self._clearing):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     async def place(self, tenant: str, need: Need) -> Reservation:
         """Room for a need. Raises CapacityExhausted."""
@@ -177,6 +183,21 @@ class Admissions:
             async with self._members.changed:
                 await self._members.changed.wait()
             self._queue.admit(self._admit)
+            if self._queue.first() and not self._evicting.locked():
+                self._clearing = asyncio.create_task(self._clear(), name="make room")
+
+    async def _clear(self) -> None:
+        """Make room for those whose turn it is: what was in use when they came may be idle now."""
+        for item in self._queue.first():
+            found = self._choose(item.need)
+            if isinstance(found, Refusal) and found.full:
+                found = await self._make_room(found, item.need)
+            if isinstance(found, Refusal):
+                continue
+            if item.placed.done():
+                found.cancel()
+            else:
+                item.placed.set_result(found)
 
     def _admit(self, item: _Waiting) -> bool:
         if item.placed.done():

@@ -1,0 +1,161 @@
+"""Servers and nodes as they are run: joining, asking through any server, and what operators do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sojourn.client import Sojourn
+from sojourn.errors import CapacityExhausted, Conflict, Forbidden, SessionNotFound, Unauthenticated
+from support.loopback_cluster import LoopbackCluster
+from support.servers import eventually
+
+pytestmark = pytest.mark.privileged
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, stocked: Path) -> Iterator[LoopbackCluster]:
+    place = tmp_path_factory.mktemp("cluster")
+    made = LoopbackCluster(place, Path(shutil.copytree(stocked, place / "objects")))
+    try:
+        made.add_server()
+        made.add_server()
+        # Two sessions of 2 cores fit on each, so that a test can fill them.
+        for _ in range(2):
+            made.add_node("--capacity", "sessions=3")
+        yield made
+    finally:
+        made.remove()
+
+
+@pytest.fixture
+def client(cluster: LoopbackCluster) -> Iterator[Sojourn]:
+    with cluster.client() as one:
+        yield one
+        for session in one.sessions.list():
+            session.delete()
+
+
+@pytest.fixture
+def other(cluster: LoopbackCluster) -> Iterator[Sojourn]:
+    """The other server's client."""
+    with cluster.client("s2") as two:
+        yield two
+
+
+def holder(client: Sojourn, ref: str) -> str:
+    """The name of the node that has a session."""
+    id = client.sessions.get(ref).info.node
+    return next((one.name for one in client.nodes.list() if one.id == id), "")
+
+
+def test_a_session_is_used_through_any_server(client: Sojourn, other: Sojourn) -> None:
+    session = client.sessions.create(name="web")
+    session.exec("echo one > /root/file; echo here > /dev/shm/memory")
+    there = other.sessions.get("web")
+    assert there.id == session.id
+    assert there.exec("cat /root/file").text == "one\n"
+    there.suspend()
+    assert client.sessions.get("web").info.state == "suspended"
+    assert session.exec("cat /dev/shm/memory").text == "here\n"  # woken, with its memory
+    assert [one.kind for one in other.sessions.get("web").events()][:2] == ["create", "exec"]
+    session.delete()
+    with pytest.raises(SessionNotFound):
+        other.sessions.get("web")
+
+
+def test_sessions_are_spread_and_follow_what_operators_say(
+    cluster: LoopbackCluster, client: Sojourn, other: Sojourn
+) -> None:
+    first, second = client.sessions.create(), other.sessions.create()
+    assert {holder(client, one.id) for one in (first, second)} == {"n1", "n2"}
+    told = json.loads(cluster.command("node", "ls", "--json"))
+    assert [(one["name"], one["state"], one["ready"]) for one in told] == [
+        ("n1", "ready", True),
+        ("n2", "ready", True),
+    ]
+    cluster.command("node", "cordon", "n1", server="s2")
+    third = client.sessions.create()
+    assert holder(client, third.id) == "n2"
+    with pytest.raises(Conflict):
+        client.nodes.remove("n2")
+    counted = first if holder(client, first.id) == "n1" else second
+    counted.exec("echo kept > /dev/shm/memory")
+    cluster.command("node", "drain", "n1")
+    eventually(lambda: holder(client, counted.id) == "n2", timeout=60)
+    assert counted.exec("cat /dev/shm/memory").text == "kept\n"
+    cluster.command("node", "uncordon", "n1")
+    moved = other.sessions.get(counted.id).migrate("n1")
+    assert moved.info.state == "running"
+    assert holder(client, counted.id) == "n1"
+    assert counted.exec("cat /dev/shm/memory").text == "kept\n"
+
+
+def test_nodes_are_the_operators_and_tokens_work_once(
+    cluster: LoopbackCluster, client: Sojourn
+) -> None:
+    tenant = client.tokens.create("acme")
+    with Sojourn(url=client.url, token=tenant.token) as acme:
+        with pytest.raises(Forbidden):
+            acme.nodes.list()
+        session = acme.sessions.create()
+        assert acme.sessions.get(session.id).exec("echo x").text == "x\n"
+        with pytest.raises(SessionNotFound):
+            cluster.client("s2").sessions.get(session.id)
+        session.delete()
+        cluster.client("s2").tokens.revoke(tenant.id)
+        with pytest.raises(Unauthenticated):
+            acme.sessions.list()
+
+
+def test_a_full_cluster_puts_away_what_is_idle_or_refuses(client: Sojourn) -> None:
+    kept = {"auto_resume": False, "idle_timeout": None}
+    sessions = [client.sessions.create(policy=kept) for _ in range(5)]
+    idle = client.sessions.create()
+    idle.exec("echo here > /dev/shm/memory")
+    refused: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            sessions.append(client.sessions.create(policy=kept))
+        except CapacityExhausted as error:
+            refused.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(60)
+    assert not refused  # what may be woken again was put away for it
+    assert client.sessions.get(idle.id).info.state == "suspended"
+    sessions.pop().delete()
+    # There is room again, wherever that is.
+    assert idle.exec("cat /dev/shm/memory").text == "here\n"
+
+
+def test_sessions_go_on_when_a_node_or_a_server_is_gone(
+    cluster: LoopbackCluster, client: Sojourn
+) -> None:
+    session = client.sessions.create()
+    session.exec("echo kept > /root/file")
+    session.snapshot(wait="durable")
+    session.exec("echo lost > /root/file; sleep 0")
+    name = holder(client, session.id)
+    cluster.crash(name)
+    # The request waits until its node is known to be gone and another one has the session.
+    assert session.exec("cat /root/file").text in ("kept\n", "lost\n")
+    assert holder(client, session.id) != name
+    lost = [one for one in session.events() if one.kind == "node.lost"]
+    assert len(lost) == 1 and lost[0].details["lost_seconds"] >= 0
+    cluster.nodes[name].start()
+    eventually(
+        lambda: {one.name: one.ready for one in client.nodes.list()} == {"n1": True, "n2": True}
+    )
+    assert cluster.servers["s2"].end(signal.SIGTERM) == 0
+    assert session.exec("echo on").text == "on\n"
+    cluster.servers["s2"].start()
+    assert cluster.client("s2").sessions.get(session.id).exec("echo on").text == "on\n"
