@@ -28,14 +28,16 @@ def check_image_fits(memory: MemoryRef, runtime: str, features: list[str]) -> No
     if memory.runtime != runtime:
         raise ResumeFailed(
             f"the memory image was written by {memory.runtime}, this node has {runtime}",
-            next_step="Use that runtime (SOJOURN_RUNSC), or roll back to a files-only snapshot.",
+            next_step="Use that runtime (SOJOURN_RUNSC), or start from the files alone (`sojourn"
+            " session resume --files-only`).",
             object=f"memory {memory.id}",
         )
     missing = sorted(set(memory.cpu) - set(features))
     if missing:
         raise ResumeFailed(
             f"this processor lacks features the memory image may use: {', '.join(missing[:8])}",
-            next_step="Resume on a node that has them, or roll back to a files-only snapshot.",
+            next_step="Resume on a node that has them, or start from the files alone (`sojourn"
+            " session resume --files-only`).",
             object=f"memory {memory.id}",
             missing=missing,
         )
