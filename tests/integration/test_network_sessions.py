@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -459,3 +460,45 @@ def test_a_restart_of_the_server_keeps_the_network(outside: Outside) -> None:
         assert again.network.mode is NetworkMode.ALLOWLIST
         assert fetch(again, "https://api.example.com/restarted") == "200"
         again.delete()
+
+
+_ORDERS = """
+import http.client, sys, time
+for number in range(1000000):
+    try:
+        connection = http.client.HTTPConnection("api.example.com", timeout=10)
+        connection.request("POST", f"/kill/{number}", b"x")
+        if connection.getresponse().status == 200:
+            print(number, flush=True)
+        connection.close()
+    except (OSError, http.client.HTTPException):
+        time.sleep(0.05)
+    time.sleep(0.02)
+"""
+
+
+def test_what_left_around_kills_of_the_server_left_once_and_is_on_record_once(
+    outside: Outside,
+) -> None:
+    session = outside.client.sessions.create(network=allow("api.example.com"))
+    program = session.spawn(["python3", "-c", _ORDERS])
+
+    def goes_on(program: Process) -> None:
+        done = len(said(program).split())
+        eventually(lambda: len(said(program).split()) > done + 5, 60)
+
+    for _ in range(3):
+        goes_on(program)
+        outside.client = outside.server.restart(**outside.environment)  # by SIGKILL
+        session = outside.client.sessions.get(session.id)
+        program = session.process(program.id)
+    goes_on(program)
+    program.kill()
+    program.wait()
+    answered = {f"/kill/{number}" for number in said(program).split()}
+    lines = [request.split(b" ")[:2] for request in list(outside.world.requests)]
+    left = Counter(line[1].decode() for line in lines if line[1].startswith(b"/kill/"))
+    recorded = Counter(effect.path for effect in session.effects())
+    assert set(left.values()) == {1} and set(recorded.values()) == {1}
+    assert answered <= left.keys() <= recorded.keys()
+    session.delete()
