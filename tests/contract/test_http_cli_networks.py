@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,7 @@ def test_a_session_is_made_with_secrets(client: Sojourn, cli: Cli) -> None:
     made = cli("session", "create", "--network", "allow=a.example.com", "--secret", "K").strip()
     session = client.sessions.get(made)
     assert session.network == allow("a.example.com", secrets=["K"])
+    assert re.search(r"^secrets +K$", cli("session", "get", made), re.M)
     session.delete()
     cli("session", "create", "--secret", "K", code=101)
     assert "--network allow=DOMAIN" in cli.error

@@ -159,6 +159,7 @@ def show_session(info: SessionInfo, durability: DurabilityInfo | None = None) ->
             ("policy", policy_text(info.policy)),
             ("keeps", retention_text(info.policy)),
             ("network", network.network_text(info.network)),
+            ("secrets", ", ".join(info.network.secrets) or None),
             ("durable", durability and durability_text(durability)),
             ("created", moment(info.created_at)),
             ("suspends when idle", moment(info.idle_deadline) or None),
