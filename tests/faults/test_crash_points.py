@@ -26,6 +26,7 @@ from sojourn.server.branches import Branches
 from sojourn.server.verbs import Verbs
 from support.counting import COUNTER
 from support.durable import REPLICATION_POINTS  # tests/faults/test_replication_crashes.py
+from support.node_process import MIGRATION_POINTS  # tests/faults/test_node_crashes.py
 from support.histories_machine import Machine, await_true
 from support.images import MadeImage, layer, member
 from support.servers import ServerProcess, eventually
@@ -617,6 +618,7 @@ def pattern(name: ast.expr) -> str:
 
 def test_every_point_has_a_crash() -> None:
     tried = {point.partition(":")[0] for _, point in POINTS} | set(REPLICATION_POINTS)
+    tried.update(*MIGRATION_POINTS)
     missing = {name for name in named_points() if not fnmatch.filter(tried, name)}
     assert not missing, f"add a case for {sorted(missing)}"
     verbs = {verb.value for verb in Verb if hasattr(Verbs, verb) or hasattr(Branches, verb)}

@@ -3,63 +3,22 @@ becomes of it when it changes nodes."""
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sojourn.client import Process, Session, Sojourn
+from sojourn.client import Sojourn
 from sojourn.database import Database
 from sojourn.errors import SessionElsewhere
-from sojourn.model.nodes import FailedOver
+from sojourn.model.nodes import FailedOver, NodeState
 from support.node_process import NodeProcess, with_database
-from support.postgres import PostgresServer
+from support.node_rig import Rig, counted, node_rig, require_no_gap, start_counting
 from support.servers import eventually
 
 pytestmark = pytest.mark.privileged
-
-COUNTING = (
-    "import os, time\n"
-    "n = 0\n"
-    "while True:\n"
-    "    n += 1\n"
-    "    with open('/root/next', 'w') as file: file.write(str(n))\n"
-    "    os.replace('/root/next', '/root/count')\n"
-    "    print(n, flush=True)\n"
-    "    time.sleep(0.02)\n"
-)
-
-
-class Rig:
-    """A database, an object store, and nodes."""
-
-    def __init__(self, directory: Path, place: Path, postgres: PostgresServer) -> None:
-        self.directory = directory
-        self.database = postgres.url(postgres.create())
-        self.store = place.as_uri()
-        self.nodes: list[NodeProcess] = []
-
-        async def tenant(database: Database) -> str:
-            return (await database.create_tenant("one")).id
-
-        self.tenant = with_database(self.database, tenant)
-
-    def node(self, name: str, *, lease: float = 15.0) -> NodeProcess:
-        made = NodeProcess(self.directory / name, name, self.database, self.store, lease=lease)
-        made.join()
-        made.start()
-        self.nodes.append(made)
-        return made
-
-    def session(self, id: str):  # type: ignore[no-untyped-def]
-        async def work(database: Database):  # type: ignore[no-untyped-def]
-            return await database.get_session(None, id)
-
-        return with_database(self.database, work)
 
 
 @pytest.fixture(scope="module")
@@ -70,45 +29,12 @@ def short(rig: Rig) -> NodeProcess:
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory, stocked: Path) -> Iterator[Rig]:
-    directory = tmp_path_factory.mktemp("nodes")
-    postgres = PostgresServer(directory)
-    made: Rig | None = None
-    try:
-        postgres.start()
-        place = Path(shutil.copytree(stocked, directory / "objects"))
-        made = Rig(directory, place, postgres)
-        made.node("a")
-        made.node("b")
+    with node_rig(tmp_path_factory.mktemp("nodes"), stocked, "a", "b") as made:
         yield made
-    finally:
-        for node in made.nodes if made is not None else []:
-            node.remove()
-        postgres.remove()
 
 
 def clients(rig: Rig) -> tuple[Sojourn, Sojourn]:
     return rig.nodes[0].client(rig.tenant), rig.nodes[1].client(rig.tenant)
-
-
-def start_counting(session: Session) -> Process:
-    session.files.write("/root/count.py", COUNTING)
-    return session.spawn("exec python3 /root/count.py")
-
-
-def counted(process: Process) -> list[int]:
-    """What a counting process has printed so far."""
-    whole = b"".join(piece.data for piece in process.output(follow=False))
-    return [int(line) for line in whole.split(b"\n")[:-1]]
-
-
-def require_no_gap(session: Session, process: Process) -> int:
-    """It goes on counting, and has left out nothing: memory, files and output agree."""
-    seen = counted(process)
-    assert seen == list(range(1, len(seen) + 1))
-    more = eventually(lambda: [n for n in [len(counted(process))] if n > len(seen)])
-    noted = int(session.exec("cat /root/count").text)
-    assert more[0] <= noted <= len(counted(process)) + 1
-    return noted
 
 
 def test_a_session_goes_from_node_to_node_with_its_memory(rig: Rig) -> None:
@@ -133,26 +59,14 @@ def test_a_session_goes_from_node_to_node_with_its_memory(rig: Rig) -> None:
     taken.delete()
 
 
-def migrate(node: NodeProcess, rig: Rig, session: str, to: NodeProcess | None) -> dict[str, Any]:
-    """Ask the node that holds a session; how the operation ended."""
-    status, told = node.api(
-        rig.tenant,
-        "POST",
-        f"/v1/sessions/{session}/migrate",
-        {"node": to.name if to is not None else None},
-    )
-    assert status == 200, told
-    return told
-
-
 def test_a_running_session_moves_and_its_streams_go_on(rig: Rig) -> None:
     a, b = rig.nodes[0], rig.nodes[1]
     session = a.client(rig.tenant).sessions.create()
     process = start_counting(session)
     eventually(lambda: len(counted(process)) > 5)
     b.ask("POST", f"/node/sessions/{session.id}/prefetch", {})
-    told = migrate(a, rig, session.id, b)
-    assert told["result"]["state"] == "running"
+    status, told = rig.migrate(a, session.id, b)
+    assert (status, told["result"]["state"]) == (200, "running"), told
     moved = b.client(rig.tenant).sessions.get(session.id)
     assert rig.session(session.id).holder == b.id
     require_no_gap(moved, moved.process(process.id))
@@ -162,7 +76,7 @@ def test_a_running_session_moves_and_its_streams_go_on(rig: Rig) -> None:
         session.exec("true")
     assert a.sandboxes() == set()
     # And back, where most of it is still on the disk.
-    migrate(b, rig, session.id, None)
+    assert rig.migrate(b, session.id, None)[0] == 200
     require_no_gap(session, process)
     session.delete()
 
@@ -241,3 +155,43 @@ def fail_over(rig: Rig, node: NodeProcess) -> list[FailedOver]:
         return await database.fail_over(node.id)
 
     return with_database(rig.database, work)
+
+
+def test_a_drained_node_gives_everything_away(rig: Rig) -> None:
+    node, other = rig.nodes[0], rig.nodes[1]
+    client = node.client(rig.tenant)
+    live, away = client.sessions.create(), client.sessions.create()
+    process = start_counting(live)
+    eventually(lambda: len(counted(process)) > 5)
+    away.suspend()
+    rig.set_state(node, NodeState.DRAINING)
+    try:
+        node.ask("POST", "/node/operations")
+        eventually(lambda: rig.session(away.id).holder is None, timeout=60)
+        eventually(lambda: rig.session(live.id).holder not in (None, node.id), timeout=60)
+        moved = rig.holder(live.id).client(rig.tenant).sessions.get(live.id)
+        eventually(lambda: moved.refresh().state == "running")
+        require_no_gap(moved, moved.process(process.id))
+        eventually(lambda: not node.sandboxes())
+    finally:
+        rig.set_state(node, NodeState.READY)
+    moved.delete()
+    other.client(rig.tenant).sessions.get(away.id).delete()
+
+
+def test_room_is_made_by_what_is_idle(rig: Rig) -> None:
+    node = rig.nodes[0]
+    client = node.client(rig.tenant)
+    idle, kept = client.sessions.create(), client.sessions.create()
+    kept.update(policy={"idle_timeout": None})
+    need = {"memory_bytes": 1 << 50}
+    status, told = node.ask("POST", "/node/evict", {"need": need, "idle": 3600.0})
+    assert (status, told["room"], told["sessions"]) == (200, False, [])
+    status, told = node.ask("POST", "/node/evict", {"need": need, "idle": 0.0})
+    assert (status, told["room"]) == (200, False)
+    assert told["sessions"] == [idle.id]
+    assert (idle.refresh().state, kept.refresh().state) == ("suspended", "running")
+    status, told = node.ask("POST", "/node/evict", {"need": {"sessions": 1}, "idle": 0.0})
+    assert (status, told["room"], told["sessions"]) == (200, True, [])
+    idle.delete()
+    kept.delete()

@@ -1,7 +1,7 @@
 """Nodes as processes of their own on one machine, without servers in front: for tests that ask a
 node what a server would.
 
-The client's token is taken for what a server says of the caller: `main` turns it into the header.
+The client's token is taken for what a server says of the caller: `run` turns it into the header.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -25,11 +26,28 @@ from sojourn.model.nodes import Node
 from sojourn.node.isolation.cgroups import CgroupTree
 from sojourn.server.base import Principal
 from sojourn.server.cluster.callers import HEADER, encode_principal
+from sojourn.server.cluster.identity import Identity
+from sojourn.server.nodes import serving
 from sojourn.server.service_factory import scope_of
-from support import raw
+from support import prefork, raw
 from support.servers import host_processes
 
+MIGRATION_POINTS = (
+    (
+        "migrate.target.before",
+        "migrate.target",
+        "migrate.copied.before",
+        "migrate.copied",
+        "migrate.seal",
+        "suspend.take",
+        "migrate.hand.before",
+        "migrate.hand",
+    ),
+    ("migrate.start", "migrate.land"),
+)
+"""Where a node is killed that gives a session away, and one that takes it up."""
 _SECONDS = 60.0
+_parent = prefork.Parent("support.node_process")
 
 
 def with_database(location: str, work: Any) -> Any:
@@ -65,7 +83,7 @@ class NodeProcess:
             "lease": lease,
         }
         self._log = data.parent / f"{name}.log"
-        self._process: subprocess.Popen[str] | None = None
+        self._process: prefork.Forked | None = None
 
     def join(self) -> None:
         """Be known to the cluster."""
@@ -114,16 +132,9 @@ class NodeProcess:
     def start(self, **environment: str) -> None:
         """Start; raises with the log when it does not become ready."""
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "support.node_process", json.dumps(self._settings)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=Path(__file__).parents[1],
-                env=os.environ | environment,
-            )
-        assert self._process.stdout is not None
+            variables = os.environ | environment
+            arguments = [json.dumps(self._settings)]
+            self._process = _parent.start(arguments, variables, log.fileno())
         line = self._process.stdout.readline()
         if not line.startswith("ready "):
             self.kill()
@@ -151,8 +162,7 @@ class NodeProcess:
     def wait(self) -> int:
         assert self._process is not None
         code = self._process.wait(timeout=_SECONDS)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._process.stdout.close()
         self._process = None
         return code
 
@@ -181,14 +191,9 @@ def thaw(data: Path) -> None:
     CgroupTree(scope_of(data)).kill_all(time.monotonic() + 5)
 
 
-def main() -> None:
+def run(arguments: list[str]) -> int:
     """Run a node as the settings in the first argument say."""
-    import logging
-
-    from sojourn.server.cluster.identity import Identity
-    from sojourn.server.nodes import serving
-
-    asked = json.loads(sys.argv[1])
+    asked = json.loads(arguments[0])
     logging.basicConfig(
         level="INFO", stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -229,7 +234,4 @@ def main() -> None:
             tls=False,
         )
     )
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -82,9 +82,11 @@ class Forked:
 
 
 class Parent:
-    """The process that forks; started when it is first needed."""
+    """The process that forks; started when it is first needed. With `module` it runs that module's
+    `main` instead of `sojourn`."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str | None = None) -> None:
+        self._module = module
         self._owner = -1
         self._channel: socket.socket | None = None
         self._turn = threading.Lock()
@@ -109,7 +111,7 @@ class Parent:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno())],
+                    [sys.executable, __file__, str(theirs.fileno()), self._module or ""],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                 )
@@ -211,11 +213,15 @@ def _run(
         random.seed()
         # Read from the environment when it is loaded.
         importlib.reload(importlib.import_module("sojourn.faultpoints"))
-        code = importlib.import_module("sojourn.cli.main").run(arguments)
+        code = importlib.import_module(_module() or "sojourn.cli.main").run(arguments)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _module() -> str:
+    return sys.argv[2]
 
 
 def main() -> None:
@@ -223,6 +229,9 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     for name in _MODULES:
         importlib.import_module(name)
+    if _module():
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        importlib.import_module(_module())
     importlib.import_module("litestar").Litestar([])  # which loads the plugins it finds
     # What is loaded is not looked at again by the collector of each child.
     gc.collect()

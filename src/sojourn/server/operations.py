@@ -159,6 +159,8 @@ class Operations:
                 await self._context.refresh(active)
                 raise
             except SessionBusy:
+                if self._context.node is not None:
+                    self._context.node.hint.set()  # it may have been handed over just now
                 left = deadline - asyncio.get_running_loop().time()
                 if left <= 0 or not await self.join(active.id, left):
                     raise
