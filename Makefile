@@ -49,6 +49,9 @@ lock: venv ## Write requirements.lock anew from pyproject.toml
 	$(BIN)/uv pip compile --quiet --universal --extra dev --extra frameworks --generate-hashes \
 	  --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
 	  --constraint requirements.lock pyproject.toml -o requirements-frameworks.lock
+	$(BIN)/uv pip compile --quiet --universal --extra observability --generate-hashes \
+	  --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
+	  --constraint requirements.lock pyproject.toml -o deploy/requirements.lock
 
 bench: setup ## Measure, next to the bare runtime (BENCH_ARGS to pick)
 	@$(BIN)/python -m bench $(BENCH_ARGS)

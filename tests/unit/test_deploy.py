@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,13 @@ def test_the_image_brings_what_set_up_needs() -> None:
     text = (DEPLOY / "Containerfile").read_text()
     last = text.rpartition("--no-install-recommends")[2].partition("&&")[0]
     assert {need.package for need in NEEDS} <= set(last.split())
+
+
+def test_the_image_has_what_a_server_needs_and_no_more() -> None:
+    """Its lock says what `make lock` writes: what the package depends on, and no tools of tests."""
+    lock = (DEPLOY / "requirements.lock").read_text()
+    locked = set(re.findall(r"^([a-z0-9-]+)(?:\[\w+\])?==", lock, re.M))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["observability"]]
+    assert {re.match(r"[\w.-]+", one)[0] for one in needed} <= locked  # type: ignore[index]
+    assert not locked & {"pytest", "mypy", "moto", "hypothesis", "e2b"}
