@@ -33,12 +33,16 @@ RETURNING session;
 
 -- name: durability
 -- A session's own visible snapshots are needed, and its head, which may be hidden or another's.
--- Where only those are asked for that wait, they are found by what they wait for.
+-- Where only those are asked for that wait, they are found by what they wait for; what a holder's
+-- wait for is on its disk.
 WITH behind (id) AS (
-    SELECT session FROM snapshots WHERE :waiting AND durable_at IS NULL AND NOT hidden
+    SELECT session FROM snapshots
+    WHERE :waiting AND durable_at IS NULL AND NOT hidden
+        AND (CAST(:holder AS TEXT) IS NULL OR node = :holder)
     UNION
     SELECT sessions.id FROM snapshots JOIN sessions ON sessions.head = snapshots.id
-    WHERE :waiting AND durable_at IS NULL),
+    WHERE :waiting AND durable_at IS NULL
+        AND (CAST(:holder AS TEXT) IS NULL OR snapshots.node = :holder)),
 wanted (id) AS (
     SELECT id FROM sessions WHERE NOT :waiting
     UNION ALL
