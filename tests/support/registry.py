@@ -30,6 +30,7 @@ class Registry:
         self.busy = 0  # so many requests are answered 503
         self.corrupt = False
         self.ranges = True
+        self.garbled: tuple[int, dict[str, str]] | None = None  # answers all but the first question
         self._token = "token-of-the-service"
         owner = self
 
@@ -92,6 +93,8 @@ class Registry:
             self._give_token(request, parse_qs(parts.query))
         elif parts.path == "/v2/":
             self._send(request, 200 if self._allowed(request) else 401, b"{}")
+        elif self.garbled is not None:
+            self._send(request, self.garbled[0], b"", self.garbled[1])
         elif parts.path.startswith("/elsewhere/"):
             self._give_blob(request, parts.path.removeprefix("/elsewhere/"))
         elif not self._allowed(request):

@@ -36,7 +36,7 @@ def registry(running: Registry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     running.requests.clear()
     running.login = running.redirect = running.cut_after = None
     running.cuts = running.busy = 0
-    running.corrupt, running.ranges = False, True
+    running.corrupt, running.ranges, running.garbled = False, True, None
     return running
 
 
@@ -182,6 +182,50 @@ def test_what_stays_broken_is_told(registry: Registry) -> None:
     registry.redirect = "ftp://elsewhere/"
     with pytest.raises(RegistryRefused, match="TLS"):
         sent(f"{registry.host}/broken:v1")
+
+
+@pytest.mark.parametrize(
+    ("status", "header", "value"),
+    [
+        *(
+            (302, "Location", where)
+            for where in (
+                *(
+                    "",
+                    "http://[bad",
+                    "http://127.0.0.1:999999/",
+                    "http://127.0.0.1:abc/",
+                    "http://",
+                ),
+                *(
+                    "file:///etc/passwd",
+                    "http://u:p@127.0.0.1:1/",
+                    "http://\xfc\xfc/",
+                    "http://a b/",
+                ),
+            )
+        ),
+        *((503, "Retry-After", after) for after in ("\xb2", "9" * 400, "soon")),
+        *(
+            (401, "WWW-Authenticate", challenge)
+            for challenge in (
+                *("", "Basic", "Negotiate", "Bearer", 'Bearer realm=""', 'Bearer realm="/here"'),
+                *('Bearer realm="http://[bad"', 'Bearer realm="http://127.0.0.1:99999/"'),
+                *(
+                    'Bearer realm="http://registry.example/"',
+                    'Bearer realm="http://u:p@127.0.0.1/"',
+                ),
+            )
+        ),
+    ],
+)
+def test_answers_that_mean_nothing_are_told(
+    registry: Registry, status: int, header: str, value: str
+) -> None:
+    registry.garbled = (status, {header: value})
+    with pytest.raises(RegistryRefused) as raised:
+        sent(f"{registry.host}/garbled:v1")
+    assert "u:p" not in str(raised.value)
 
 
 def test_references() -> None:

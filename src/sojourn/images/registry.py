@@ -56,6 +56,7 @@ class Registry:
     def __init__(self, reference: Reference, *, insecure: bool = False) -> None:
         self._reference = reference
         self._insecure = insecure or reference.loopback
+        self._logins_insecure = insecure
         self._base = ""
         self._login: Login | None = find_login(reference.host)
         self._authorization: str | None = None
@@ -208,10 +209,14 @@ class Registry:
             raise _Again(_silent(host, error)) from error
 
     def _redirected(self, url: str, location: str) -> str:
-        found = urljoin(url, location)
-        parts = urlsplit(found)
-        secure = parts.scheme == "https" or (parts.scheme == "http" and url.startswith("http://"))
-        if not location or not parts.hostname or not secure:
+        try:
+            found = urljoin(url, location)
+        except ValueError:
+            found = ""
+        if not location or not _is_address(found):
+            raise RegistryRefused(f"{self._reference.host} redirects to what is no address")
+        scheme = urlsplit(found).scheme
+        if scheme != "https" and not (scheme == "http" and url.startswith("http://")):
             raise RegistryRefused(f"{self._reference.host} redirects to a place without TLS")
         return found
 
@@ -220,7 +225,8 @@ class Registry:
         host = self._reference.host
         if status in _AGAIN:
             after = _header(response, b"retry-after")
-            seconds = float(after) if after.isdigit() else None
+            number = after.isascii() and after.isdigit() and len(after) < 10
+            seconds = float(after) if number else None
             return _Again(RegistryRefused(f"{host} answered {status}", status=status), seconds)
         if status in (401, 403):
             how = "with the login that is there" if self._login else "without a login"
@@ -254,9 +260,12 @@ class Registry:
         self._authorization = f"Bearer {self._retried(lambda: self._token(realm, facts))}"
 
     def _token(self, realm: str, facts: dict[str, str]) -> str:
+        if not _is_address(realm):
+            raise RegistryRefused(f"{self._reference.host} wants logins sent to what is no address")
         parts = urlsplit(realm)
         plain = parts.scheme == "http" and (
-            is_loopback(parts.netloc) or self._base.startswith("http://")
+            is_loopback(parts.netloc)
+            or (self._logins_insecure and self._base.startswith("http://"))
         )
         if parts.scheme != "https" and not plain:
             raise RegistryRefused(f"{self._reference.host} wants logins to be sent without TLS")
@@ -325,6 +334,17 @@ def _header(response: httpcore.Response, name: bytes) -> str:
         if key.lower() == name:
             return value.decode("latin-1")
     return ""
+
+
+def _is_address(url: str) -> bool:
+    """Whether a registry's words are an address that can be asked, with no login in it."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        return False
+    printable = url.isascii() and url.isprintable() and " " not in url
+    return bool(host) and printable and "@" not in parts.netloc
 
 
 def _origin(url: str) -> tuple[str, str]:
