@@ -263,7 +263,8 @@ class Branches:
                 return
             async with starts:
                 if run.active.doomed:
-                    raise Interrupted(f"session {run.active.id} is being deleted", next_step="")
+                    message = f"session {run.active.id} is being deleted"
+                    raise Interrupted(message, next_step="Nothing is left to do.")
                 await self._placements.place(run, active, snapshot, {}, event)
             faultpoints.reach("fork.child")
 

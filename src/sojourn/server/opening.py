@@ -199,7 +199,7 @@ class StoreOpening:
 
     def _check_stopping(self) -> None:
         if self._stopping and self._found is None:
-            raise Interrupted("the server stops", next_step="")
+            raise Interrupted("the server stops", next_step="Ask again when it runs again.")
 
     async def _require_all_here(self, known: ObjectStore) -> None:
         """Refuse to leave an object store that alone holds something."""

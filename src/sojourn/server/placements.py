@@ -92,7 +92,8 @@ class Placements:
         """
         session = active.session
         if active.doomed:
-            raise Interrupted(f"session {session.id} is being deleted", next_step="")
+            message = f"session {session.id} is being deleted"
+            raise Interrupted(message, next_step="Nothing is left to do.")
         self._context.require_lease()
         if self._context.node is not None:
             used = self._context.agent.committed(but=session.id)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _IDLE_SECONDS = 20.0
 _END_SECONDS = 10.0
 _LOOK_SECONDS = 30.0
+_STOPS = "Ask again when it runs again."
 _HUNG_SECONDS = 600.0
 """A process that has not read, written or computed anything for so long is ended."""
 
@@ -114,7 +115,7 @@ class Sender:
     async def _call(self, name: str, arguments: Any) -> Any:
         async with self._turn:
             if self._closed:
-                raise Interrupted("the server stops", next_step="")
+                raise Interrupted("the server stops", next_step=_STOPS)
             self._stay()
             self._begun = time.monotonic()
             try:
@@ -160,7 +161,7 @@ class Sender:
             self._process = process
             if self._closed:  # while it was started
                 await self._end()
-                raise Interrupted("the server stops", next_step="")
+                raise Interrupted("the server stops", next_step=_STOPS)
             assert process.stdin is not None and self._start is not None
             process.stdin.write(encode_frame(self._start))
         return process
