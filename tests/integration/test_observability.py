@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sojourn.client import Sojourn
 from sojourn.errors import SojournError
+from sojourn.node.isolation import processes
 from support.servers import ServerProcess, eventually
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -162,6 +163,16 @@ def test_no_secret_is_told_anywhere(world: World) -> None:
 
 
 def test_every_line_of_the_log_is_an_object(world: World) -> None:
+    """Those of its helpers are in the same form, as they are told."""
+    session = world.client.sessions.create(network="open")
+    assert session.exec("true").ok
+    [gateway] = [
+        pid
+        for pid in processes.children(world.server.pid)
+        if "sojourn.gateway.worker" in processes.command_line(pid)
+    ]
+    assert b"SOJOURN_LOG_FORMAT=json" in Path(f"/proc/{gateway}/environ").read_bytes()
+    session.delete()
     lines = [json.loads(line) for line in world.server.log(10_000_000).splitlines()]
     assert lines
     for line in lines:

@@ -6,6 +6,9 @@ import asyncio
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,11 +22,15 @@ log = logging.getLogger("sojourn.tests.telemetry")
 def written() -> Iterator[io.StringIO]:
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
+    variable = os.environ.get(logs.VARIABLE)
     stream = io.StringIO()
     logs.set_up("info", logs.JSON, stream)
     yield stream
     root.handlers[:] = before
     root.setLevel(level)
+    os.environ.pop(logs.VARIABLE, None)
+    if variable is not None:
+        os.environ[logs.VARIABLE] = variable
 
 
 def _lines(stream: io.StringIO) -> list[dict[str, object]]:
@@ -84,3 +91,23 @@ def test_the_form_for_people_tells_the_same(written: io.StringIO) -> None:
     assert plain.endswith(f"WARNING {log.name}: plain")
     assert told.endswith(f"ERROR {log.name}: with [session=ses_1 epoch=3]")
     assert trace[-1] == "ValueError: failed"
+
+
+def test_processes_that_a_server_begins_write_in_its_form() -> None:
+    program = """
+import logging, sys
+from sojourn.telemetry import logs
+logs.set_up_helper("warning")
+logging.getLogger("sojourn.x").info("quiet")
+logging.getLogger("sojourn.x").warning("said")
+"""
+    for form in (logs.JSON, logs.TEXT):
+        told = subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PATH": "/usr/bin", logs.VARIABLE: form},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        [line] = told.stderr.splitlines()
+        assert (json.loads(line)["message"] if form == logs.JSON else line[-4:]) == "said"

@@ -9,7 +9,6 @@ Standard input is one end of a stream socket pair. The first request is `Start`.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import resource
 import signal
@@ -22,6 +21,7 @@ from sojourn.errors import HostUnfit, InvalidRequest
 from sojourn.gateway.control import Control, Request
 from sojourn.gateway.gateway import Gateway
 from sojourn.gateway.messages import Start
+from sojourn.telemetry import logs
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -75,11 +75,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    logs.set_up_helper()
     channel = socket.socket(fileno=sys.stdin.fileno())
     uvloop.run(_Worker().serve(channel))
     # Not held up by threads that wait for a name server.

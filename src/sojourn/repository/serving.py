@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from sojourn.errors import SojournError, StorageFull, to_body
+from sojourn.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +61,7 @@ def begin(nice: int, level: int) -> queue.SimpleQueue[bytes]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Standard input tells when the server has ended, but not to a worker that somebody stopped.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    logging.basicConfig(
-        level=level,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    logs.set_up_helper(logging.getLevelName(level))
     with contextlib.suppress(OSError):
         os.nice(nice)
     asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()

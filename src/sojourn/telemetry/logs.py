@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, TextIO
 
+VARIABLE = "SOJOURN_LOG_FORMAT"
 TEXT, JSON = "text", "json"
 FORMATS = (TEXT, JSON)
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -80,8 +82,15 @@ def _time(seconds: float) -> str:
     return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
 
 
+def set_up_helper(level: str = "info") -> None:
+    """`set_up` of a process that a server has begun: in the server's form."""
+    set_up(level, os.environ.get(VARIABLE, TEXT))
+
+
 def set_up(level: str, form: str, stream: TextIO | None = None) -> None:
-    """Write what is logged to standard error, in this form."""
+    """Write what is logged to standard error, in this form; so do processes that are begun by this
+    one."""
+    os.environ[VARIABLE] = form
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if form == JSON else TextFormatter(TEXT_FORMAT))
     root = logging.getLogger()
