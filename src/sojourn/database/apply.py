@@ -40,6 +40,7 @@ _SNAPSHOT_CHANGES = {
     "image",
     "fingerprint",
     "durable_at",
+    "node",
 }
 _THINNING = {"image", "has_memory", "fingerprint"}
 

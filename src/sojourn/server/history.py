@@ -14,6 +14,7 @@ from sojourn.database.records import SnapshotRecord
 from sojourn.errors import (
     Conflict,
     InvalidRequest,
+    SessionElsewhere,
     SessionNotFound,
     SnapshotNotFound,
     SojournError,
@@ -40,9 +41,11 @@ class History:
 
     async def list(self, who: Principal, ref: str) -> builtins.list[SnapshotInfo]:
         """The tree, parents before children; the last turn's snapshot is waited for."""
-        active = await self._context.registry.find(who.tenant, ref)
-        await self._turns.settle(active)
-        session = active.session
+        session = await self._context.registry.look(who.tenant, ref)
+        active = self._context.registry.held(session.id)
+        if active is not None:
+            await self._turns.settle(active)
+            session = active.session
         return [
             snapshot_info(record, session.head) for record in await self._snapshots.tree(session)
         ]
@@ -187,7 +190,7 @@ class History:
     async def _again(self, record: SnapshotRecord) -> tuple[SnapshotRecord, Snapshot]:
         """Row and manifest at rest: thinning changes one after the other, holding the gate."""
         gate: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
-        with contextlib.suppress(SessionNotFound):
+        with contextlib.suppress(SessionNotFound, SessionElsewhere):
             gate = (await self._context.registry.find(None, record.session)).gate.closed("verify")
         async with gate:
             found = await self._context.database.get_snapshot(None, record.id, hidden=True)
@@ -214,17 +217,17 @@ class History:
         self, who: Principal, ref: str, *, after: int, limit: int, kinds: Collection[str]
     ) -> builtins.list[EventInfo]:
         """Events after a sequence number, of some kinds or all."""
-        active = await self._context.registry.find(who.tenant, ref)
+        session = await self._context.registry.look(who.tenant, ref)
         await self._context.networks.effects.flush()
         events = await self._context.database.list_events(
-            active.id, after=after, limit=limit, kinds=kinds
+            session.id, after=after, limit=limit, kinds=kinds
         )
         return [event_info(event) for event in events]
 
     async def follow(self, who: Principal, ref: str, *, after: int) -> AsyncIterator[EventInfo]:
         """Events after a sequence number, and new ones as they happen."""
-        active = await self._context.registry.find(who.tenant, ref)
-        async for event in self._context.database.follow_events(active.id, after=after):
+        session = await self._context.registry.look(who.tenant, ref)
+        async for event in self._context.database.follow_events(session.id, after=after):
             yield event_info(event)
             if event.kind == "delete" and event.result == "ok":
                 return  # nothing can come after it

@@ -8,6 +8,8 @@ too. One that only another node's disk has is named as such, and never taken for
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 
 from sojourn.database.base import Database
 from sojourn.database.records import SnapshotRecord
@@ -16,6 +18,9 @@ from sojourn.model import Snapshot
 from sojourn.server.replication import Replicator
 from sojourn.server.sources import RepositorySource
 from sojourn.store.base import Store
+
+WAIT_SECONDS = 20.0
+_LOOK_SECONDS = 0.1
 
 
 class Manifests:
@@ -48,19 +53,23 @@ class Manifests:
 
     async def bring(self, record: SnapshotRecord) -> Snapshot:
         """Have a snapshot that may be another node's here: its manifest, and the way to the rest.
-        Raises as `read`."""
-        if record.durable_at is not None:
-            self._source.note(record)
-        try:
-            return await asyncio.to_thread(self._store.read_snapshot, record.id)
-        except SnapshotNotFound:
-            if record.durable_at is None:
+        One that is just being sent is waited for. Raises as `read`."""
+        until = time.monotonic() + WAIT_SECONDS
+        while record.durable_at is None:
+            with contextlib.suppress(SnapshotNotFound):
+                return await asyncio.to_thread(self._store.read_snapshot, record.id)
+            if time.monotonic() > until:
                 raise NodeUnavailable(
                     f"snapshot {record.id} is only on node {record.node} so far",
                     next_step="Try again when it is durable.",
                     snapshot=record.id,
                     node=record.node,
-                ) from None
+                )
+            await asyncio.sleep(_LOOK_SECONDS)
+            record = await self._database.get_snapshot(None, record.id, hidden=True)
+        self._source.note(record)
+        with contextlib.suppress(SnapshotNotFound):
+            return await asyncio.to_thread(self._store.read_snapshot, record.id)
         return await asyncio.to_thread(self._fetch, record)
 
     def _fetch(self, record: SnapshotRecord) -> Snapshot:

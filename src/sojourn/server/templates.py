@@ -39,6 +39,7 @@ from sojourn.errors import (
     InvalidRequest,
     NameTaken,
     SojournError,
+    StaleEpoch,
     TemplateNotFound,
 )
 from sojourn.images.archives import open_archive
@@ -255,6 +256,29 @@ class Templates:
         also: Write | None = None,
     ) -> TemplateInfo:
         """Make what was built the newest version (or, with `step`, what such a step finds)."""
+        for last in (False, False, True):
+            try:
+                return await self._publish_once(
+                    tenant, name, built, actor, details, step=step, run=run, also=also
+                )
+            except (StaleEpoch, NameTaken):
+                # Another node made a version of it at the same time: this is the next one.
+                if last or self._context.node is None:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    async def _publish_once(
+        self,
+        tenant: str,
+        name: str,
+        built: Built,
+        actor: str,
+        details: dict[str, Any],
+        *,
+        step: str | None,
+        run: Run | None,
+        also: Write | None,
+    ) -> TemplateInfo:
         lock = self._publishing.setdefault((tenant, name), asyncio.Lock())
         async with lock:
             template = await self._template(tenant, name)
@@ -278,7 +302,7 @@ class Templates:
                 "labels": template.labels | {LAST: str(number)},
                 "state": SessionState.SUSPENDED,
                 "cause": None,
-            }
+            } | self._next_epoch(template)
             made = msgspec.structs.replace(template, **changes)
             records = [] if first else await self._context.catalog.versions(template)
             records += [record] if step is None else []
@@ -311,6 +335,10 @@ class Templates:
         if step is not None:
             await self._forget_steps(stored)
         return info
+
+    def _next_epoch(self, template: Session) -> dict[str, Any]:
+        """Where other nodes may change a template, the swap of one of two at once is refused."""
+        return {"epoch": template.epoch + 1} if self._context.node is not None else {}
 
     async def _template(self, tenant: str, name: str) -> Session | None:
         try:
@@ -352,6 +380,7 @@ class Templates:
             changes: dict[str, Any] = {"state": SessionState.DELETED}
             if version is not None and left:
                 changes = {"head": left[-1].id, "state": SessionState.SUSPENDED, "cause": None}
+            changes |= self._next_epoch(template)
             event = AppendEvent(
                 session=template.id,
                 kind="template.remove",

@@ -386,10 +386,8 @@ class Migration:
     async def prefetch(self, snapshot: str) -> None:
         """Bring a durable snapshot's layers and memory, which a resume would wait for. Raises
         StoreUnreachable, IntegrityError, NodeUnavailable."""
-        manifest = await self._context.manifests.read(snapshot)
         record = await self._context.database.get_snapshot(None, snapshot, hidden=True)
-        if record.durable_at is not None:
-            self._context.source.note(record)
+        manifest = await self._context.manifests.bring(record)
         store = self._context.store
 
         def bring() -> None:

@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
-from sojourn.errors import InvalidRequest
+from sojourn.errors import InvalidRequest, SojournError
 from sojourn.model.nodes import Resources
 from sojourn.server.app import ApiProtocol, make_server
-from sojourn.server.cluster import pki
+from sojourn.server.cluster import joining, pki
 from sojourn.server.cluster.identity import Identity
 from sojourn.server.e2b.ids import load_key
 from sojourn.server.e2b.settings import Settings
@@ -41,6 +41,8 @@ from sojourn.server.service_factory import open_service
 from sojourn.server.sessions import Sessions
 
 log = logging.getLogger(__name__)
+
+_RENEW_SECONDS = 6 * 3600.0
 
 
 class RunSettings(msgspec.Struct, frozen=True):
@@ -90,6 +92,9 @@ async def serve_node(settings: RunSettings, ready: Callable[[str], None]) -> Non
             loop.add_signal_handler(number, stopping.set)
             stack.callback(loop.remove_signal_handler, number)
         context = pki.node_context(settings.identity.credentials) if settings.tls else None
+        if context is not None:
+            renewing = asyncio.create_task(_renew(settings, context), name="node certificate")
+            stack.push_async_callback(_cancel, renewing)
         serving: list[bool] = [False]
         await stack.enter_async_context(health_listener(settings.health, lambda: serving[0]))
         while not stopping.is_set():
@@ -99,6 +104,27 @@ async def serve_node(settings: RunSettings, ready: Callable[[str], None]) -> Non
                 serving[0] = False
             if not stopping.is_set():
                 log.warning("the node starts anew")
+
+
+async def _renew(settings: RunSettings, context: ssl.SSLContext) -> None:
+    """Have the node's certificate renewed long before it ends; connections of before go on."""
+    identity = settings.identity
+    while True:
+        try:
+            fresh = await joining.renewed(settings.data, identity)
+        except SojournError as error:
+            log.warning("the node's certificate is not renewed yet: %s", error)
+        else:
+            if fresh is not identity:
+                pki.load_credentials(context, fresh.credentials)
+                identity = fresh
+                log.info("the node has a new certificate")
+        await asyncio.sleep(_RENEW_SECONDS)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _listen(settings: RunSettings) -> tuple[socket.socket, str]:
