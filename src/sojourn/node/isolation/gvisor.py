@@ -35,6 +35,7 @@ from sojourn.model.sessions import Limits
 from sojourn.node.isolation import (
     gvisor_descriptors,
     gvisor_host,
+    gvisor_images,
     gvisor_state,
     processes,
     urpc,
@@ -114,8 +115,21 @@ class GVisorDriver:
             raise ResumeFailed(f"the memory image lacks {', '.join(missing)}", image=str(image))
         with self._lock(spec):
             supervisor = self._supervisors.of_image(image, spec.supervisor)
-            command = ["restore", "-detach", "-image-path", os.fspath(image)]
+            source = self._mended(spec, image)
+            command = ["restore", "-detach", "-image-path", os.fspath(source)]
             self._launch(spec, supervisor, command, _RESTORE_TIMEOUT)
+
+    @staticmethod
+    def _mended(spec: SandboxSpec, image: Path) -> Path:
+        """What to restore of an image: itself, or what differs from it where it has to."""
+        room = spec.directory / "driver" / "image"
+        shutil.rmtree(room, ignore_errors=True)
+        try:
+            return gvisor_images.image_to_restore(image, room)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFull(f"no room to restore {spec.sandbox}: {error}") from error
+            raise ResumeFailed(f"{image} cannot be read: {error}", image=str(image)) from error
 
     def _launch(
         self, spec: SandboxSpec, supervisor: Path, command: list[str], timeout: float

@@ -1,0 +1,299 @@
+"""What a memory image of gVisor would bring back though it was gone.
+
+Guarantee: no restored program is told of a descriptor that it had removed from an epoll set. The
+image itself is never changed: what is restored is a copy of its small part, and the image as it is
+where that part cannot be read to its end just as expected.
+
+Two registrations of a set that were found not ready in the same look stay linked, so that a removed
+one is saved with one that is left. After the restore the runtime marks every registration it finds
+as ready, and tells the program of the removed one at every look as long as the set lives (until
+releases of March 2026). A program that knows it by a number spins; one that keeps an address in its
+registrations uses memory it has freed. A removed registration without events to wait for is not
+marked, so that is what the copy makes of it.
+
+The file is a row of pieces, each with its length; together they are values that say what they are:
+types with the names of their fields, then objects by number.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+log = logging.getLogger(__name__)
+
+STATE = "checkpoint.img"
+_MAGIC = b"gVisorSF"
+_DIGEST_SIZE = 32
+_MOST_BYTES = 32 << 20
+_OBJECTS = 1 << 63  # of a length: it counts objects
+# Nearly all pieces are of one byte; a row of these is taken at once.
+_SINGLE = re.compile(rb"(?:\x00\x00\x00\x01[\x00-\xff])+")
+_KEY = "pkg/sentry/vfs.epollInterestKey"
+_REGISTRATION = "pkg/sentry/vfs.epollInterest"
+
+(
+    *_PLAIN,
+    _NIL,
+    _REF,
+    _STRING,
+    _SLICE,
+    _ARRAY,
+    _MAP,
+    _STRUCT,
+    _NO_FIELDS,
+    _FIELDS,
+    _INTERFACE,
+    _COMPLEX_64,
+    _COMPLEX_128,
+    _TYPE,
+) = range(18)
+_UINT = 2
+
+
+class _Row(NamedTuple):
+    """Bytes of the stream: where they begin in it and in the file, and how far apart they are."""
+
+    begin: int
+    place: int
+    stride: int
+
+
+class _Value(NamedTuple):
+    """A struct, a map, a reference: what has parts that are looked at."""
+
+    kind: int
+    type: int  # of a struct: the number of its type; of a reference: that of the object
+    parts: list[Any]
+
+
+def image_to_restore(image: Path, room: Path) -> Path:
+    """The directory to restore from: the image, or one in `room` that differs from it in what must
+    not come back. Raises OSError."""
+    raw = (image / STATE).read_bytes()
+    try:
+        places = removed_registrations(raw)
+    except (LookupError, ValueError, RecursionError) as error:
+        log.warning("%s is not read to its end (%s) and restored as it is", image / STATE, error)
+        return image
+    if not places:
+        return image
+    changed = bytearray(raw)
+    for row in places:
+        for place in row:
+            changed[place] = 0x80  # another group of seven bits follows
+        changed[row[-1]] = 0
+    room.mkdir(mode=0o700, parents=True)
+    for part in image.iterdir():
+        if part.name != STATE:
+            (room / part.name).symlink_to(part.resolve())
+    (room / STATE).touch(mode=0o600)
+    (room / STATE).write_bytes(changed)
+    log.info("%s: %d removed registrations do not come back", image, len(places))
+    return room
+
+
+def removed_registrations(raw: bytes) -> list[list[int]]:
+    """Where in the file the events of each removed registration are written. Raises ValueError,
+    LookupError or RecursionError for a file that is not as expected."""
+    if len(raw) > _MOST_BYTES:
+        raise ValueError(f"{len(raw)} bytes")
+    stream, rows = _stream(raw)
+    reader = _Reader(stream)
+    found: list[list[int]] = []
+    while reader.at < len(stream):
+        for begin, end in reader.removed():
+            found.append([_place(rows, at) for at in range(begin, end)])
+    return found
+
+
+def _stream(raw: bytes) -> tuple[bytes, list[_Row]]:
+    if not raw.startswith(_MAGIC):
+        raise ValueError("not a state file")
+    at = len(_MAGIC) + 8
+    at += int.from_bytes(raw[len(_MAGIC) : at], "big") + _DIGEST_SIZE
+    stream, rows = bytearray(), []
+    while at < len(raw):
+        if singles := _SINGLE.match(raw, at):
+            rows.append(_Row(len(stream), at + 4, 5))
+            stream += raw[at + 4 : singles.end() : 5]
+            at = singles.end()
+            continue
+        size = int.from_bytes(raw[at : at + 4], "big")
+        rows.append(_Row(len(stream), at + 4, 1))
+        stream += raw[at + 4 : at + 4 + size]
+        at += 4 + size
+    if at != len(raw):
+        raise ValueError("a piece is cut short")
+    return bytes(stream), rows
+
+
+def _place(rows: list[_Row], at: int) -> int:
+    row = rows[bisect.bisect(rows, at, key=lambda row: row.begin) - 1]
+    return row.place + (at - row.begin) * row.stride
+
+
+class _Reader:
+    def __init__(self, stream: bytes) -> None:
+        self._stream = stream
+        self._parts = 0
+        self.at = 0
+
+    def removed(self) -> Iterator[tuple[int, int]]:
+        """One graph of objects: from where to where the events of its removed registrations are."""
+        count = self._number()
+        if not count & _OBJECTS:
+            raise ValueError("bytes where objects are expected")
+        types: list[tuple[str, list[str]]] = []
+        objects: dict[int, Any] = {}
+        while len(objects) < count & ~_OBJECTS:
+            kind = self._number()
+            if kind == _TYPE:
+                name = self._text().decode()
+                types.append((name, [self._text().decode() for _ in range(self._count())]))
+            elif kind == _UINT:
+                number = self._number()
+                objects[number] = self._value(self._number())
+            else:
+                raise ValueError(f"a value of kind {kind} is no object")
+        numbers = {name: number for number, (name, _) in enumerate(types, 1)}
+        if _REGISTRATION not in numbers:
+            return
+        kept = set()
+        for one in objects.values():
+            if isinstance(one, _Value) and one.kind == _MAP:
+                for key, value in one.parts:
+                    if isinstance(key, _Value) and key[:2] == (_STRUCT, numbers[_KEY]):
+                        kept.add(value.type)
+        events = types[numbers[_REGISTRATION] - 1][1].index("mask")
+        for number, one in objects.items():
+            if isinstance(one, _Value) and one[:2] == (_STRUCT, numbers[_REGISTRATION]):
+                begin, end = one.parts[events]
+                # None at all is written as nothing.
+                if number not in kept and self._stream[begin] == _UINT:
+                    yield begin + 1, end
+
+    def _number(self) -> int:
+        stream, at = self._stream, self.at
+        value = stream[at]
+        if value >= 0x80:
+            value &= 0x7F
+            shift = 7
+            while True:
+                at += 1
+                if shift > 63:
+                    raise ValueError("a number of more than 64 bits")
+                byte = stream[at]
+                value |= (byte & 0x7F) << shift
+                if byte < 0x80:
+                    break
+                shift += 7
+        self.at = at + 1
+        return value
+
+    def _count(self) -> int:
+        """How many parts follow. Some take no room: a forged file must not keep anybody busy."""
+        count = self._number()
+        self._parts += count
+        if self._parts > _MOST_BYTES:
+            raise ValueError("more parts than an image has")
+        return count
+
+    def _text(self) -> bytes:
+        return self._bytes(self._number())
+
+    def _bytes(self, size: int) -> bytes:
+        text = self._stream[self.at : self.at + size]
+        if len(text) != size:
+            raise ValueError("a text is cut short")
+        self.at += size
+        return text
+
+    def _type(self) -> None:
+        """The description of a type that has no name."""
+        kind = self._number()
+        if kind == 0:
+            self._number()
+        elif kind in (1, 3):  # a pointer, a slice
+            self._type()
+        elif kind == 2:  # an array
+            self._number()
+            self._type()
+        elif kind == 4:  # a map
+            self._type()
+            self._type()
+        elif kind != 5:
+            raise ValueError(f"a type of kind {kind}")
+
+    def _reference(self) -> _Value:
+        target = self._number()
+        steps = self._count()
+        for _ in range(steps):
+            step = self._number()
+            if step & 1:  # negative: the length of a field's name
+                self._bytes((step >> 1) + 1)
+        if steps:
+            self._type()
+        return _Value(_REF, target, [])
+
+    def _value(self, kind: int) -> Any:
+        if kind < _NIL:
+            return self._number()
+        if kind == _REF:
+            return self._reference()
+        if kind == _STRUCT:
+            return self._struct()
+        if kind == _STRING:
+            return self._text()
+        if kind == _SLICE:
+            self._number()
+            self._number()
+            return self._reference()
+        if kind == _ARRAY:
+            size = self._count()
+            each = self._number() if size else 0
+            for _ in range(size):
+                self._value(each)
+            return None
+        if kind == _MAP:
+            return self._map()
+        if kind == _INTERFACE:
+            self._type()
+            return self._value(self._number())
+        if kind in (_COMPLEX_64, _COMPLEX_128):
+            self._number()
+            return self._number()
+        if kind not in (_NIL, _NO_FIELDS):
+            raise ValueError(f"a value of kind {kind}")
+        return None
+
+    def _map(self) -> _Value:
+        parts: list[Any] = []
+        kinds: list[int] = []
+        for _ in range(self._count()):
+            pair = []
+            for side in range(2):
+                if len(kinds) <= side:
+                    kinds.append(self._number())
+                pair.append(self._value(kinds[side]))
+            parts.append(pair)
+        return _Value(_MAP, 0, parts)
+
+    def _struct(self) -> _Value:
+        """The parts of a struct are where they are written, each with its kind."""
+        number = self._number()
+        begin = self.at
+        kind = self._number()
+        if kind != _FIELDS:
+            self._value(kind)
+            return _Value(_STRUCT, number, [(begin, self.at)])
+        parts = []
+        for _ in range(self._count()):
+            begin = self.at
+            self._value(self._number())
+            parts.append((begin, self.at))
+        return _Value(_STRUCT, number, parts)
