@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from sojourn.client import Sojourn
 from sojourn.errors import CapacityExhausted, Conflict, Forbidden, SessionNotFound, Unauthenticated
+from sojourn.wire.api import PortInfo
 from support.loopback_cluster import LoopbackCluster
 from support.servers import eventually
 
@@ -55,6 +61,11 @@ def holder(client: Sojourn, ref: str) -> str:
     return next((one.name for one in client.nodes.list() if one.id == id), "")
 
 
+def wait_until_empty(client: Sojourn) -> None:
+    """Nodes tell at their renewals what is on them."""
+    eventually(lambda: all(one.used.sessions == 0 for one in client.nodes.list()))
+
+
 def test_a_session_is_used_through_any_server(client: Sojourn, other: Sojourn) -> None:
     session = client.sessions.create(name="web")
     session.exec("echo one > /root/file; echo here > /dev/shm/memory")
@@ -73,7 +84,8 @@ def test_a_session_is_used_through_any_server(client: Sojourn, other: Sojourn) -
 def test_sessions_are_spread_and_follow_what_operators_say(
     cluster: LoopbackCluster, client: Sojourn, other: Sojourn
 ) -> None:
-    first, second = client.sessions.create(), other.sessions.create()
+    wait_until_empty(client)
+    first, second = client.sessions.create(), client.sessions.create()
     assert {holder(client, one.id) for one in (first, second)} == {"n1", "n2"}
     told = json.loads(cluster.command("node", "ls", "--json"))
     assert [(one["name"], one["state"], one["ready"]) for one in told] == [
@@ -112,6 +124,77 @@ def test_nodes_are_the_operators_and_tokens_work_once(
         cluster.client("s2").tokens.revoke(tenant.id)
         with pytest.raises(Unauthenticated):
             acme.sessions.list()
+
+
+SERVER = (
+    "import http.server, sys\n"
+    "class Handler(http.server.BaseHTTPRequestHandler):\n"
+    "    protocol_version = 'HTTP/1.1'\n"
+    "    def do_POST(self):\n"
+    "        body = self.rfile.read(int(self.headers['content-length']))\n"
+    "        told = f\"{sys.argv[1]} {self.headers.get('x-forwarded-for')} \".encode() + body\n"
+    "        self.send_response(200)\n"
+    "        self.send_header('content-length', str(len(told)))\n"
+    "        self.end_headers()\n"
+    "        self.wfile.write(told)\n"
+    "    def log_message(self, *args): pass\n"
+    "http.server.ThreadingHTTPServer(('0.0.0.0', 8000), Handler).serve_forever()\n"
+)
+
+
+def test_ports_are_reached_at_the_servers_wherever_their_sessions_are(
+    cluster: LoopbackCluster, client: Sojourn
+) -> None:
+    wait_until_empty(client)
+    sessions = [client.sessions.create() for _ in range(2)]
+    assert {holder(client, one.id) for one in sessions} == {"n1", "n2"}
+    ports = []
+    for name, session in zip(("one", "two"), sessions, strict=True):
+        session.files.write("/root/server.py", SERVER)
+        session.spawn(f"exec python3 /root/server.py {name}")
+        ports.append(session.expose(8000, public=True))
+    secret = sessions[0].expose(8000 + 1)
+    address = urlsplit(str(ports[0].path_url))
+    assert address.netloc == urlsplit(str(ports[1].path_url)).netloc
+    connection = HTTPConnection(str(address.hostname), address.port, timeout=60)
+
+    def ask(port: PortInfo, body: bytes) -> bytes:
+        connection.request("POST", urlsplit(str(port.path_url)).path, body)
+        return connection.getresponse().read()
+
+    def answers(port: PortInfo, name: str) -> None:
+        said = f"{name} 127.0.0.1 ".encode()
+        eventually(lambda: ask(port, b"hello").startswith(said))
+        large = os.urandom(3 << 20)
+        assert ask(port, large) == said + large
+
+    # One connection, two sessions on two nodes.
+    for name, port in (("one", ports[0]), ("two", ports[1]), ("one", ports[0])):
+        answers(port, name)
+    connection.request("GET", urlsplit(str(secret.path_url)).path)
+    refused = connection.getresponse()
+    assert (refused.status, b"port_not_found" in refused.read()) == (404, True)
+    other = "n2" if holder(client, sessions[0].id) == "n1" else "n1"
+    sessions[0].migrate(other)
+    answers(ports[0], "one")
+    sessions[1].suspend()
+    answers(ports[1], "two")
+    tcp = sessions[0].expose(8000 + 2, public=True, kind="tcp")
+    host, _, number = str(tcp.address).rpartition(":")
+    sessions[0].spawn(
+        "exec python3 -c \"import socket; s = socket.create_server(('', 8002));"
+        ' c, _ = s.accept(); c.sendall(c.recv(10).upper()); c.close()"'
+    )
+
+    def shouts() -> bytes:
+        with contextlib.suppress(OSError):
+            with socket.create_connection((host, int(number)), timeout=30) as plain:
+                plain.sendall(b"hello")
+                return plain.recv(10)
+        return b""
+
+    assert eventually(shouts) == b"HELLO"
+    connection.close()
 
 
 def test_a_full_cluster_puts_away_what_is_idle_or_refuses(client: Sojourn) -> None:

@@ -72,6 +72,22 @@ from sojourn.cli.observing import observing, observing_options
     " [SOJOURN_TOKEN_FILE; else one is made in the data directory]",
 )
 @click.option(
+    "--ports-address",
+    envvar="SOJOURN_PORTS_ADDRESS",
+    default="127.0.0.1",
+    show_default=True,
+    help="ADDRESS or ADDRESS:PORT at which exposed ports are reached, the same at all servers;"
+    " without a port a free one that stays the same. [SOJOURN_PORTS_ADDRESS]",
+)
+@click.option(
+    "--ports-domain",
+    envvar="SOJOURN_PORTS_DOMAIN",
+    default="localhost",
+    show_default=True,
+    help="Below this domain each exposed port has a name; https://DOMAIN or http://DOMAIN:PORT"
+    " where something in front of the servers answers there. [SOJOURN_PORTS_DOMAIN]",
+)
+@click.option(
     "--place",
     envvar="SOJOURN_PLACE",
     type=click.Choice(["spread", "pack"]),
@@ -98,6 +114,8 @@ def command(
     store_key_file: Path | None,
     cluster_key_file: Path | None,
     token_file: Path | None,
+    ports_address: str,
+    ports_domain: str,
     place: str,
     overcommit: str,
     log_level: str,
@@ -111,6 +129,7 @@ def command(
     from sojourn.server.cluster.scheduler import read_settings
     from sojourn.server.cluster.serving import ServerSettings, environment_number, run_server
     from sojourn.server.nodes.lease import LEASE_SECONDS
+    from sojourn.server.ports import PortSettings
     from sojourn.server.secret_store import parse_key
 
     place_of_data = (data or data_directory()).absolute()
@@ -144,6 +163,7 @@ def command(
                 nodes_url=nodes_url,
                 token_file=token_file,
                 health=health_listen,
+                ports=PortSettings(address=ports_address, domain=ports_domain),
                 placing=read_settings(place, overcommit),
                 lease=environment_number("SOJOURN_NODE_LEASE", LEASE_SECONDS),
             )

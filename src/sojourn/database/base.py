@@ -390,6 +390,9 @@ class Database(Protocol):
 
     async def cluster_value(self, name: str) -> bytes | None: ...
 
+    async def replace_cluster_value(self, name: str, value: bytes) -> None:
+        """The value that is kept from now on, whatever was."""
+
     async def put_cluster_value(self, name: str, value: bytes) -> bytes:
         """The value that is kept from now on: of several the first one."""
 

@@ -191,6 +191,12 @@ class NodeRows:
         rows = await self._reader.lookup("cluster_value", {"name": name})
         return bytes(rows[0][0]) if rows else None
 
+    async def replace_cluster_value(self, name: str, value: bytes) -> None:
+        def work(statements: Statements) -> None:
+            statements.run("replace_cluster_value", {"name": name, "value": value})
+
+        await self._writer.submit(work, durable=True)
+
     async def put_cluster_value(self, name: str, value: bytes) -> bytes:
         def work(statements: Statements) -> bytes:
             statements.run("put_cluster_value", {"name": name, "value": value})

@@ -185,6 +185,8 @@ class HttpClient:
         self.waiting = False
         self.deadline = time.monotonic() + IDLE_SECONDS
         headers: Headers = list(event.headers)
+        if self._ports.relayed:
+            headers = self._from_server(headers)
         bare = _bare(headers)
         if _length(event, headers) > MAX_HEAD:
             # The library bounds only a head that has not come to its end.
@@ -207,6 +209,13 @@ class HttpClient:
         self.waiting = True
         self.deadline = time.monotonic() + KEEP_ALIVE_SECONDS
         return again and self._http.their_state is h11.DONE and self._http.our_state is h11.DONE
+
+    def _from_server(self, headers: Headers) -> Headers:
+        """What a server that carries requests here says of this one is not its client's."""
+        said = requests.value_of(headers, requests.CLIENT)
+        if said is not None:
+            self._address = said.decode("latin-1")
+        return [(key, value) for key, value in headers if key != requests.CLIENT]
 
     async def _malformed(self, error: h11.RemoteProtocolError) -> None:
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):

@@ -41,6 +41,8 @@ _SANDBOX = (
     b" allow-popups allow-presentation allow-scripts"
 )
 SAFE = {b"GET", b"HEAD", b"OPTIONS"}
+CLIENT = b"sojourn-client"
+"""The header in which a server that carries a request here says from where it came."""
 
 
 class Wanted(msgspec.Struct, frozen=True):

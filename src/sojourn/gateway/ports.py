@@ -139,6 +139,7 @@ class Ports:
         self.lease = lease
         self.domain = "localhost"
         self.scheme = "http"
+        self.relayed = False
         self._inbound = inbound
         self._exposed: dict[str, Exposed] = {}
         self._listeners: dict[str, asyncio.Server] = {}
@@ -193,6 +194,7 @@ class Ports:
         match message:
             case channel.Serve():
                 self.domain, self.scheme = message.domain, message.scheme
+                self.relayed = message.relayed
                 assert listener is not None
                 self._listen("", listener, None)
             case channel.Expose():

@@ -27,10 +27,12 @@ _MOST_DESCRIPTORS = 1
 class Serve(msgspec.Struct, frozen=True, tag=True):
     """To the gateway, with a descriptor: answer HTTP on this listening socket. Hosts below
     `domain` name a port and a session; `scheme` is what is spoken with whoever asks, where
-    something in front of the server speaks TLS."""
+    something in front of the server speaks TLS. `relayed`: whoever connects is a server that
+    carries requests here, and says of each in the header `sojourn-client` from where it came."""
 
     domain: str
     scheme: str = "http"
+    relayed: bool = False
 
 
 class Expose(msgspec.Struct, frozen=True, tag=True):

@@ -55,16 +55,34 @@ _ADDRESS_FILE = "ports.address"
 _NUMBERS_FILE = "ports.numbers"
 _KIND = "port"
 _AGAIN_SECONDS = 5.0
+_NUMBER_TRIES = 50
 _DOMAIN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
+
+
+OUTSIDE = "ports"
+"""The cluster's value that says where servers listen for exposed ports."""
+CLUSTER_NUMBERS = range(20_000, 30_000)
+"""Numbers of exposed TCP ports where servers listen, who cannot be asked which are free."""
+
+
+class Outside(msgspec.Struct, frozen=True):
+    """Where the servers of a cluster listen for exposed ports."""
+
+    domain: str
+    host: str
+    port: int
 
 
 class PortSettings(msgspec.Struct, frozen=True):
     """Where exposed ports are served: `address` is HOST or HOST:PORT, and without a port a free one
-    that stays the same; below `domain` each port of a session has a name. Where something else is
-    in front, `domain` is what is seen from outside: `https://DOMAIN` or `http://DOMAIN:PORT`."""
+    that stays the same; below `domain` each port of a session has a name. Where something else
+    is in front, `domain` is what is seen from outside: `https://DOMAIN` or
+    `http://DOMAIN:PORT`. `outside` says that servers of a cluster listen, and carry what comes
+    to this node."""
 
     address: str = "127.0.0.1"
     domain: str = "localhost"
+    outside: Outside | None = None
 
     def public(self) -> Public:
         """What `domain` says. Raises InvalidRequest."""
@@ -135,6 +153,7 @@ class Ports:
         self._public = settings.public()
         self._host, self._port = settings.split()
         self._networks = networks
+        self._outside = settings.outside
         self._exposed: dict[str, dict[int, ExposedPort]] = {}
         self._tokens: dict[str, str] = {}  # by id; of those that are not public
         self._sockets: dict[str, socket.socket] = {}  # "" is the one that all HTTP ports share
@@ -288,7 +307,8 @@ class Ports:
 
     def _send_listener(self) -> None:
         if self._channel is not None:
-            serve = channel.Serve(self._public.domain, self._public.scheme)
+            relayed = self._registry.taker is not None
+            serve = channel.Serve(self._public.domain, self._public.scheme, relayed)
             self._channel.send(serve, self._sockets[""].fileno())
 
     def _send(self, port: ExposedPort) -> None:
@@ -372,8 +392,14 @@ class Ports:
                     raise self._deaf(error) from error
                 self._send_listener()
                 self._starting = asyncio.create_task(self._started(), name="gateway for ports")
-        suffix = self._public.suffix(self._sockets[""].getsockname()[1])
+        suffix = self._public.suffix(self._http_address()[1])
         return f"{self._public.domain}{suffix}"
+
+    def _http_address(self) -> tuple[str, int]:
+        """Host and port where HTTP ports are reached, which is listened at."""
+        if self._outside is not None:
+            return self._outside.host, self._outside.port
+        return self._host, int(self._sockets[""].getsockname()[1])
 
     async def _started(self) -> None:
         """Requests wait in the listening socket until there is a gateway process."""
@@ -438,7 +464,10 @@ class Ports:
             sealed = base64.b64encode(box).decode()
         listens_at = None
         try:
-            if request.kind is PortKind.TCP:
+            if request.kind is PortKind.TCP and self._registry.taker is not None:
+                self._sockets[id] = listening(self._host, 0)
+                listens_at = random.choice(CLUSTER_NUMBERS)
+            elif request.kind is PortKind.TCP:
                 self._sockets[id] = await asyncio.to_thread(self._numbers.listen, self._host)
                 listens_at = self._sockets[id].getsockname()[1]
             elif "" not in self._sockets:
@@ -458,11 +487,11 @@ class Ports:
             created_at=time.time(),
         )
         try:
-            await self._database.put_port(port)
+            port = await self._put(port)
         except BaseException:
-            listening = self._sockets.pop(id, None)
-            if listening is not None:
-                listening.close()
+            made = self._sockets.pop(id, None)
+            if made is not None:
+                made.close()
             raise
         if token:
             self._tokens[id] = token
@@ -474,6 +503,20 @@ class Ports:
             raise SessionNotFound(f"session {session.id!r} was deleted")
         self._send(port)
         return port
+
+    async def _put(self, port: ExposedPort) -> ExposedPort:
+        """Write a port down; where servers listen, with a number that no other one has."""
+        for _ in range(_NUMBER_TRIES):
+            try:
+                await self._database.put_port(port)
+                return port
+            except Conflict:
+                if port.listens_at is None or self._registry.taker is None:
+                    raise
+            port = msgspec.structs.replace(port, listens_at=random.choice(CLUSTER_NUMBERS))
+        raise HostUnfit(
+            "no number is free for another TCP port", next_step="Unexpose some that are not used."
+        )
 
     async def list(self, who: Principal, ref: str) -> builtins.list[PortInfo]:
         """The exposed ports of a session."""
@@ -513,15 +556,16 @@ class Ports:
 
     def _info(self, port: ExposedPort) -> PortInfo:
         url = path_url = address = None
-        shown = f"[{self._host}]" if ":" in self._host else self._host
-        if ipaddress.ip_address(self._host).is_unspecified:
+        host = self._host if self._outside is None else self._outside.host
+        shown = f"[{host}]" if ":" in host else host
+        if ipaddress.ip_address(host).is_unspecified:
             # Every address of this host: which one is reached is known outside only.
             domain = self._public.domain
             shown = domain if domain != "localhost" else "127.0.0.1"
         if port.kind is PortKind.TCP:
             address = f"{shown}:{port.listens_at}"
         elif "" in self._sockets:
-            number = self._sockets[""].getsockname()[1]
+            number = self._http_address()[1]
             public = self._public
             at = f"{public.domain}{public.suffix(number)}"
             url = f"{public.scheme}://{host_label(port.session, port.port)}.{at}/"
@@ -563,3 +607,12 @@ def check_port(request: ExposePort) -> list[str]:
         return [str(ipaddress.ip_network(source)) for source in request.sources]
     except ValueError as error:
         raise InvalidRequest(f"no network: {error}", field="sources") from None
+
+
+async def of_cluster(database: Database, settings: PortSettings) -> PortSettings:
+    """A node's settings, with where the servers listen."""
+    kept = await database.cluster_value(OUTSIDE)
+    if kept is None:
+        return settings
+    outside = msgspec.json.decode(kept, type=Outside)
+    return msgspec.structs.replace(settings, domain=outside.domain, outside=outside)

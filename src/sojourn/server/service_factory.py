@@ -33,7 +33,7 @@ from sojourn.server.data import data_lock
 from sojourn.server.gateways import EgressSettings
 from sojourn.server.nodes.identity import NodeIdentity, NodeSettings
 from sojourn.server.nodes.starting import start_node
-from sojourn.server.ports import PortSettings
+from sojourn.server.ports import PortSettings, of_cluster
 from sojourn.server.replication import Replicator, StoreSettings
 from sojourn.server.secrets import Secrets
 from sojourn.server.sessions import Sessions
@@ -114,6 +114,9 @@ async def open_service(
             await database.own()
             await _token(database, data)
         holder = node.id if node is not None else None
+        port_settings = ports or PortSettings()
+        if node is not None:
+            port_settings = await of_cluster(database, port_settings)
         replicator = Replicator(database, objects or StoreSettings(), data / "store", holder)
         opened.push_async_callback(replicator.close)
         await replicator.open()
@@ -151,7 +154,7 @@ async def open_service(
             egress=egress or EgressSettings(),
             authority=data / "authority",
             data=data,
-            port_settings=ports or PortSettings(),
+            port_settings=port_settings,
             node=identity,
         )
         context.database_place = database_place(database_at or data / "sojourn.db")

@@ -85,6 +85,10 @@ DELETE FROM node_tokens WHERE expires_at < {clock} - 86400.0;
 -- name: cluster_value
 SELECT value FROM cluster_values WHERE name = :name;
 
+-- name: replace_cluster_value
+INSERT INTO cluster_values (name, value) VALUES (:name, :value)
+ON CONFLICT (name) DO UPDATE SET value = excluded.value;
+
 -- name: put_cluster_value
 INSERT INTO cluster_values (name, value) VALUES (:name, :value) ON CONFLICT (name) DO NOTHING;
 

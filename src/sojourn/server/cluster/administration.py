@@ -1,6 +1,7 @@
 """What a server answers itself: nodes, and the cluster at a glance.
 
-Guarantee: only the operator sees or changes nodes. A node that still holds sessions is not removed
+Guarantee: only the operator sees or changes nodes. What is to be placed on a node holds at every
+server when the change is answered. A node that still holds sessions is not removed
 unless that is said expressly, since what the object store does not have of them would be lost.
 """
 
@@ -32,7 +33,7 @@ from sojourn.server.base import Principal, SessionService
 from sojourn.server.cluster import callers
 from sojourn.server.cluster.callers import Callers
 from sojourn.server.cluster.joining import Joining
-from sojourn.server.cluster.members import Members
+from sojourn.server.cluster.members import POLL_SECONDS, Members
 from sojourn.server.cluster.upstream import Broken, NotSent, Upstream
 from sojourn.server.endpoints import Call, Endpoint, endpoint
 from sojourn.server.openapi import openapi_handler
@@ -92,8 +93,10 @@ class Administration:
         """Have a node take sessions, none, or give away those it has."""
         self._operator(who)
         node = await self._database.set_node_state(ref, state)
-        await self._members.refresh()
         await self._hint(node)
+        # Then every server has read it: none places anything there that should not be.
+        await asyncio.sleep(1.5 * POLL_SECONDS)
+        await self._members.refresh()
         return node_info(node)
 
     async def remove(self, who: Principal, ref: str, *, force: bool) -> None:

@@ -53,7 +53,6 @@ class Front:
         members: Members,
         upstream: Upstream,
         rooms: Rooms,
-        changed: Callable[[Wanted, str], Awaitable[None]] | None = None,
     ) -> None:
         self._own = own
         self._callers = callers
@@ -61,7 +60,8 @@ class Front:
         self._members = members
         self._upstream = upstream
         self._rooms = rooms
-        self._changed = changed
+        self.ports_changed: Callable[[], Awaitable[None]] = _nothing
+        """Awaited when a port was exposed, or is no longer, before that is answered."""
         self._stopping = False
         self._under_way: dict[Exchange, None] = {}
         members.gone = self._gone
@@ -152,8 +152,9 @@ class Front:
     async def _answered(self, wanted: Wanted, status: int, node: str) -> None:
         """Before a client learns that something was changed, everybody else has."""
         if status >= 400 or wanted.changes is None:
-            if self._changed is not None and status < 400:
-                await self._changed(wanted, node)
+            return
+        if wanted.changes is Shared.PORTS:
+            await self.ports_changed()
             return
         if wanted.changes is Shared.TOKENS:
             await self._callers.settle()
@@ -201,6 +202,10 @@ class Front:
         if streamed and not isinstance(error, (NotFound, Unauthenticated)):
             return Answer(200, connect.end(told), [(b"content-type", stream), *more])
         return Answer(failures.rpc_status(told["code"]), connect.encode(told), [_JSON, *more])
+
+
+async def _nothing() -> None:
+    """Nobody listens."""
 
 
 def _sandbox(wanted: Wanted) -> str:

@@ -111,10 +111,11 @@ class Members:
         now = time.monotonic()
         nodes = {node.id: node for node in self.all()}
         for one in list(self._reserved):
-            if one.until is not None and one.until <= now:
+            node = nodes.get(one.node.id)
+            if node is None or one.told(node, now):
                 self._drop(one)
-            elif one.node.id in nodes:
-                nodes[one.node.id] = scheduler.add(nodes[one.node.id], one.resources)
+            else:
+                nodes[node.id] = scheduler.add(node, one.resources)
         return list(nodes.values())
 
     def reserve(self, node: Node, resources: Resources) -> Reservation:
@@ -130,19 +131,33 @@ class Members:
 class Reservation:
     """Room on a node, until it is settled or given up."""
 
-    __slots__ = ("_members", "node", "resources", "until")
+    __slots__ = ("_members", "_renewals", "_seen_at", "_until", "node", "resources")
 
     def __init__(self, members: Members, node: Node, resources: Resources) -> None:
         self._members = members
         self.node = node
         self.resources = resources
-        self.until: float | None = None
+        self._until: float | None = None
+        self._seen_at: float | None = None
+        self._renewals = 0
 
     def settle(self) -> None:
         """It was placed: the node will tell of it."""
-        self.until = time.monotonic() + _RESERVED_SECONDS
+        self._until = time.monotonic() + _RESERVED_SECONDS
+        node = self._members.find(self.node.id)
+        self._seen_at = None if node is None else node.seen_at
+
+    def told(self, node: Node, now: float) -> bool:
+        """Whether the node, as it is known now, has told of it."""
+        if self._until is None:
+            return False
+        if node.seen_at != self._seen_at:
+            self._seen_at = node.seen_at
+            self._renewals += 1
+        # The first renewal that is seen may have been made just before it was placed.
+        return self._renewals >= 2 or now >= self._until
 
     def cancel(self) -> None:
         """It was not placed. Without effect once it is settled."""
-        if self.until is None:
+        if self._until is None:
             self._members._drop(self)

@@ -54,6 +54,7 @@ class Shared(enum.Enum):
     SECRETS = "secrets"
     TEMPLATES = "templates"
     TOKENS = "tokens"
+    PORTS = "ports"
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -102,6 +103,8 @@ def _api(method: str, path: str) -> Wanted:
             return Wanted(Kind.PLACE, Style.API, None, show)
         case ["sessions", ref, *rest] if ref:
             changes = Shared.TEMPLATES if rest == ["template"] else None
+            if rest[:1] == ["ports"] and method in _WRITES:
+                changes = Shared.PORTS
             return Wanted(Kind.SESSION, Style.API, ref, show, changes)
         case ["operations", operation] if operation:
             return Wanted(Kind.OPERATION, Style.API, operation, show)

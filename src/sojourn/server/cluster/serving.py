@@ -46,6 +46,7 @@ from sojourn.server.cluster.front import Front
 from sojourn.server.cluster.joining import Joining
 from sojourn.server.cluster.members import Members
 from sojourn.server.cluster.observing import observing
+from sojourn.server.cluster.ports import ClusterPorts
 from sojourn.server.cluster.queueing import PATIENCE_SECONDS, Admissions
 from sojourn.server.cluster.rooms import Rooms
 from sojourn.server.cluster.targets import Targets
@@ -54,6 +55,7 @@ from sojourn.server.cluster.values import ClusterValues, open_values
 from sojourn.server.health_listener import health_listener
 from sojourn.server.nodes.lease import LEASE_SECONDS
 from sojourn.server.observed import Observed, by_token
+from sojourn.server.ports import PortSettings
 from sojourn.server.route_patterns import RoutePatterns
 from sojourn.store.copying import write_whole
 
@@ -77,6 +79,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
     nodes_url: str | None = None
     store_key: bytes | None = None
     token_file: Path | None = None
+    ports: PortSettings = PortSettings()
     placing: scheduler.Settings = scheduler.Settings()
     patience: float = PATIENCE_SECONDS
     lease: float = LEASE_SECONDS
@@ -136,9 +139,11 @@ async def serve(settings: ServerSettings, ready: Callable[[str, str], None]) -> 
         name = new_id("srv")
         credentials = values.authority.server_credentials(name)
         upstream_context = pki.upstream_context(credentials)
+        tunnel_context = pki.upstream_context(credentials, pki.TUNNEL_PROTOCOL)
         joining_context = pki.joining_context(credentials)
         renewing = asyncio.create_task(
-            _renew(values, name, [upstream_context, joining_context]), name="server certificate"
+            _renew(values, name, [upstream_context, tunnel_context, joining_context]),
+            name="server certificate",
         )
         stack.push_async_callback(_cancel, renewing)
         upstream = Upstream(upstream_context)
@@ -170,6 +175,10 @@ async def serve(settings: ServerSettings, ready: Callable[[str, str], None]) -> 
         stopping.front = front
         await members.start()
         stack.push_async_callback(members.stop)
+        ports = ClusterPorts(database, members, targets, upstream, tunnel_context, settings.ports)
+        await ports.start()
+        stack.push_async_callback(ports.stop)
+        front.ports_changed = ports.refresh
         failover = Failover(database, lease=settings.lease, grace=settings.grace)
         failover.start()
         stack.push_async_callback(failover.stop)
