@@ -21,7 +21,7 @@ FILL = [
     INSERT INTO sessions (id, tenant, name, labels, template, env, limits, policy, driver, state,
         epoch, head, idle_deadline, lifetime_deadline, created_at, updated_at, network, holder)
     SELECT 'ses_' || n, 'ten_' || n %% 3, CASE WHEN n %% 10 = 0 THEN 'name' || n END,
-        jsonb_build_object('user', (n %% 500)::text), 'base', '{}', '{}',
+        jsonb_build_object('user', (n %% 500)::text, 'common', '1'), 'base', '{}', '{}',
         jsonb_build_object('on_expiry', CASE WHEN n %% 50 = 0 THEN 'delete' ELSE 'suspend' END),
         'gvisor', CASE n %% 100 WHEN 0 THEN 'running' WHEN 1 THEN 'deleted' ELSE 'suspended' END,
         1, 'snp_' || n, CASE WHEN n %% 100 = 0 THEN 4e9 END, 4e9, n, n, '{}',
@@ -105,7 +105,11 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("list_sessions", PAGE | {"tenant": "ten_1", "states": LIVE}),
     ("list_sessions", PAGE | {"tenant": None, "states": LIVE}),
     ("list_sessions", PAGE | {"tenant": "ten_1", "states": '["running"]'}),
-    ("list_sessions", PAGE | {"tenant": "ten_1", "states": LIVE, "labels": '{"user": "7"}'}),
+    (
+        "list_labelled_sessions",
+        PAGE | {"tenant": "ten_1", "states": LIVE, "labels": '{"user": "7"}'},
+    ),
+    ("list_labelled_sessions", PAGE | {"tenant": None, "states": LIVE, "labels": '{"user": "7"}'}),
     (
         "list_sessions",
         PAGE | {"tenant": None, "states": LIVE, "after_time": 3000.0, "after_id": "ses_3000"},
@@ -275,6 +279,29 @@ def test_a_page_costs_the_same_wherever_it_is(filled: psycopg.Connection[Any]) -
 
     assert read() <= 200
     assert read(after_time=300.0, after_id="ses_300") <= 200
+
+
+def test_a_page_of_a_common_label_takes_no_notice_of_how_many_have_it(
+    filled: psycopg.Connection[Any],
+) -> None:
+    """It is found among the newest sessions; only a rare one by the index of labels."""
+
+    def by_index(label: str, value: str) -> float:
+        asked = PAGE | {"tenant": "ten_1", "states": '["suspended"]', "limit": 20}
+        row = filled.execute(
+            "EXPLAIN (ANALYZE, FORMAT json) " + text_of("list_labelled_sessions").text,
+            asked | {"labels": json.dumps({label: value})},
+            prepare=False,
+        ).fetchone()
+        assert row is not None
+        return sum(
+            node["Actual Loops"]
+            for node in nodes(row[0][0]["Plan"])
+            if node.get("Index Name") == "sessions_by_label"
+        )
+
+    assert by_index("common", "1") == 0
+    assert by_index("user", "7") == by_index("user", "none") == 1
 
 
 def test_every_query_is_one_that_postgresql_understands(filled: psycopg.Connection[Any]) -> None:

@@ -417,3 +417,39 @@ def test_lists_keep_to_the_tenant(database: Harness) -> None:
         }
 
     database.run(scenario)
+
+
+def test_pages_by_label_are_whole_whether_it_is_common_or_rare(database: Harness) -> None:
+    """More sessions than are looked at before the label's index is asked."""
+
+    async def scenario(db: Database) -> None:
+        states = (RUNNING, SUSPENDED)
+        sessions = [
+            make_session(
+                created_at=1000.0 + number,
+                state=states[number % 2],
+                tenant=f"ten_{number % 3 // 2}",
+                labels={"common": "1", "third": str(number % 3), "rare": str(number % 400)},
+            )
+            for number in range(1800)
+        ]
+        await db.commit([InsertSession(session) for session in sessions])
+        newest = sessions[::-1]
+        for labels in ({"common": "1"}, {"third": "0"}, {"rare": "7"}, {"rare": "none"}):
+            ((name, value),) = labels.items()
+            for tenant in ("ten_0", None):
+                expected = [
+                    one.id
+                    for one in newest
+                    if one.labels[name] == value and one.tenant == (tenant or one.tenant)
+                ]
+                found, after = [], None
+                while True:
+                    page = await db.list_sessions(tenant, labels=labels, limit=450, after=after)
+                    found += [one.id for one in page.items]
+                    after = page.next
+                    if after is None:
+                        break
+                assert found == expected
+
+    database.run(scenario)

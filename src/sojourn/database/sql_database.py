@@ -158,7 +158,7 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows, NodeRows):
             raise InvalidRequest("limit must be at least 1")
         after_time, after_id = (None, None) if after is None else _read_cursor(after)
         rows = await self._reader.select(
-            "list_sessions",
+            "list_labelled_sessions" if labels else "list_sessions",
             {
                 "tenant": tenant,
                 "states": encode_json([str(state) for state in states or _LIVE]),

@@ -17,9 +17,49 @@ CROSS JOIN LATERAL (
         AND {held}
         AND (CAST(:after_time AS double precision) IS NULL
             OR (created_at, id) < (:after_time, CAST(:after_id AS text)))
-        AND (CAST(:labels AS jsonb) = '{}' OR labels @> CAST(:labels AS jsonb))
     ORDER BY created_at DESC, id DESC
     LIMIT :limit
+) AS found
+ORDER BY created_at DESC, id DESC
+LIMIT :limit;
+
+-- name: list_labelled_sessions
+-- Of each state the newest 500 are looked at: where they fill the page, or there are no more, how
+-- many others have the label does not matter. Otherwise it is rare, and found by the index of
+-- labels, which knows them together with their tenant.
+SELECT {session} FROM json_array_elements_text(CAST(:states AS json)) AS wanted (value)
+CROSS JOIN LATERAL (
+    WITH recent AS MATERIALIZED (
+        SELECT id, created_at, labels @> CAST(:labels AS jsonb) AS fits FROM sessions
+        WHERE state = wanted.value
+            AND (CAST(:tenant AS text) IS NULL OR tenant = :tenant)
+            AND (CAST(:kind AS text) IS NULL OR kind = :kind)
+            AND {held}
+            AND (CAST(:after_time AS double precision) IS NULL
+                OR (created_at, id) < (:after_time, CAST(:after_id AS text)))
+        ORDER BY created_at DESC, id DESC
+        LIMIT 500),
+    enough AS (
+        SELECT count(*) FILTER (WHERE fits) >= :limit OR count(*) < 500 AS yes FROM recent)
+    SELECT one.* FROM (
+        SELECT id FROM recent WHERE fits AND (SELECT yes FROM enough)
+        ORDER BY created_at DESC, id DESC LIMIT :limit) AS fitting
+    CROSS JOIN LATERAL (SELECT * FROM sessions WHERE sessions.id = fitting.id LIMIT 1) AS one
+    UNION ALL
+    (SELECT * FROM sessions
+        WHERE NOT (SELECT yes FROM enough) AND state = wanted.value
+            AND (CAST(:tenant AS text) IS NULL OR tenant = :tenant)
+            AND (CAST(:kind AS text) IS NULL OR kind = :kind)
+            AND {held}
+            AND (CAST(:after_time AS double precision) IS NULL
+                OR (created_at, id) < (:after_time, CAST(:after_id AS text)))
+            AND labels <> '{}'
+            AND (labels || jsonb_object(ARRAY['', tenant])) @> (CAST(:labels AS jsonb)
+                || CASE WHEN CAST(:tenant AS text) IS NULL THEN '{}'
+                    ELSE jsonb_object(ARRAY['', CAST(:tenant AS text)]) END)
+            AND labels @> CAST(:labels AS jsonb)
+        ORDER BY created_at DESC, id DESC
+        LIMIT :limit)
 ) AS found
 ORDER BY created_at DESC, id DESC
 LIMIT :limit;

@@ -12,6 +12,16 @@ WHERE (:tenant IS NULL OR tenant = :tenant)
     AND {held}
     AND state IN (SELECT value FROM json_each(:states))
     AND (:after_time IS NULL OR (created_at, id) < (:after_time, :after_id))
+ORDER BY created_at DESC, id DESC
+LIMIT :limit;
+
+-- name: list_labelled_sessions
+SELECT {session} FROM sessions
+WHERE (:tenant IS NULL OR tenant = :tenant)
+    AND (:kind IS NULL OR kind = :kind)
+    AND {held}
+    AND state IN (SELECT value FROM json_each(:states))
+    AND (:after_time IS NULL OR (created_at, id) < (:after_time, :after_id))
     AND NOT EXISTS (
         SELECT 1 FROM json_each(:labels) AS wanted
         WHERE NOT EXISTS (
