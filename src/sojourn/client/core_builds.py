@@ -16,23 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sojourn.client import core_files, core_sessions, core_templates
-from sojourn.client.core import (
-    JSON_TYPE,
-    Content,
-    Plan,
-    Request,
-    decode,
-    json_body,
-    new_key,
-    session_path,
-)
+from sojourn.client import core_commands, core_files, core_sessions, core_templates
+from sojourn.client.core import Content, Plan, check, new_key
 from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_sessions import LimitsLike
 from sojourn.errors import ContainerfileInvalid, TemplateNotFound
 from sojourn.images.containerfiles import Step, parse
 from sojourn.images.contexts import Context
-from sojourn.wire.api import ExecRequest, ExecResult, SessionInfo, TemplateInfo, TemplateRequest
+from sojourn.wire.api import ProcessInfo, SessionInfo, TemplateInfo, TemplateRequest
+from sojourn.wire.guest import Output
 
 if TYPE_CHECKING:
     from sojourn.images.sources import Sent
@@ -40,6 +32,8 @@ if TYPE_CHECKING:
 _TAIL = 4000
 _LIFETIME = 6 * 3600.0
 _IDLE = 300.0
+_WAIT = 30.0
+_KEPT = 64 * 1024
 _FORMAT = 1
 
 OnStep = Callable[[int, str, bool], object]
@@ -256,23 +250,26 @@ class Building:
         return info
 
     def _execute(self, step: Step, ref: str) -> Plan[None]:
+        """Run a command to its end. It is waited for in short calls, not in one as long as it runs:
+        a session that no client asks about is idle, whatever runs in it."""
         state = self._state
-        body = ExecRequest(
-            argv=step.words,
+        info = yield from core_commands.spawn(
+            ref,
+            step.words,
             env=state.arguments | state.env,
             cwd=state.cwd or None,
             user=state.user,
+            keep=_KEPT,
         )
-        path = f"{session_path(ref)}/exec"
-        response = yield Request(b"POST", path, (JSON_TYPE,), json_body(body), timeout=None)
-        done: ExecResult = decode(response, ExecResult)
-        if done.exit_code != 0:
-            said = (done.stdout + done.stderr)[-_TAIL:].decode("utf-8", "replace")
+        while info.running:
+            info = yield from core_commands.wait_once(ref, info.id, _WAIT)
+        if info.exit_code != 0:
+            said = yield from _said(ref, info)
             raise ContainerfileInvalid(
-                f"line {step.line}: RUN ended with exit code {done.exit_code}",
+                f"line {step.line}: RUN ended with exit code {info.exit_code}",
                 next_step="What it said is in the error's details (`output`).",
                 line=step.line,
-                exit_code=done.exit_code,
+                exit_code=info.exit_code,
                 output=said,
             )
 
@@ -293,6 +290,19 @@ class Building:
             step=step,
             source=source,
         )
+
+
+def _said(ref: str, info: ProcessInfo) -> Plan[str]:
+    """The end of what a process wrote, what it wrote to stderr last."""
+    offsets = (info.stdout[0], info.stderr[0])
+    source = core_commands.FrameSource(ref, process=info.id, offsets=offsets, follow=False)
+    response = yield source.request()
+    check(response)
+    streams = {1: b"", 2: b""}
+    for item in source.feed(response.body):
+        if isinstance(item, Output):
+            streams[item.stream] += item.data
+    return (streams[1] + streams[2])[-_TAIL:].decode("utf-8", "replace")
 
 
 def _exists(reference: str) -> Plan[bool]:
