@@ -147,6 +147,8 @@ def test_run_leaves_nothing(client: Sojourn) -> None:
     for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         process = start("run", "--shell", "echo ready; sleep 60")
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        (made,) = [one for one in client.sessions.list() if one.id not in before]
+        assert made.info.policy.on_idle == "delete"  # of a client that is killed nobody else does
         process.send_signal(sent)
         process.communicate(timeout=60)
         assert process.returncode == 130
@@ -291,7 +293,8 @@ def test_info_tells_policy_and_durability(
 ) -> None:
     box.snapshot()
     shown = said(capsys, "session", "info", box.id)[1]
-    assert re.search(r"^policy +snapshots turn, suspend after 900 idle s, adopt on stop", shown, re.M)
+    policy = r"^policy +snapshots turn, suspend after 900 idle s, adopt on stop"
+    assert re.search(policy, shown, re.M)
     assert re.search(r"^keeps +for=3600,last=10,hourly=24,daily=30$", shown, re.M)
     assert re.search(r"^durable +yes, up to its head$", shown, re.M)
 

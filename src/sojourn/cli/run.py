@@ -2,7 +2,7 @@
 
 Guarantee: the session is deleted whatever happens: the command ends, fails or is interrupted,
 also while the session is still being made. Should this program itself be killed, the session
-deletes itself after --max-lifetime.
+deletes itself when nobody has asked for it for ten minutes, and at the latest after --max-lifetime.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def command(
     arguments = start_arguments(options)
     arguments["policy"] = {
         "auto_snapshot": "off",
-        "idle_timeout": None,
+        "idle_timeout": 600.0,
+        "on_idle": "delete",
         "max_lifetime": max_lifetime,
         "on_expiry": "delete",
         "on_stop": "suspend",
