@@ -250,6 +250,7 @@ CMD ["run"]
     made = build(arguments={"WHO": "you"})
     assert made.version == 1 and made.cmd == ["run"] and made.labels == {"made": "here"}
     assert made.env == {"GREETING": "hello you"} and made.user == "nobody"
+    assert made.source == "a Containerfile on debian"
     assert [line for line, known in seen if not known] == [4, 5, 6, 7, 9]
     session = api.sessions.create(template="made")
     assert (

@@ -117,7 +117,8 @@ class Building:
         self._on_step = on_step
         self._session: str | None = None
         self._making_key: str | None = None
-        self._reference = base.name if base.version is None else f"{base.name}@{base.version}"
+        self._base = base.name if base.version is None else f"{base.name}@{base.version}"
+        self._reference = self._base
         self._key = _key(None, [_FORMAT, self._reference, base.layer, base.created_at])
         self._state = _State(
             env=dict(base.env),
@@ -134,9 +135,7 @@ class Building:
         for step in self._steps:
             yield from self._take(step)
         ref = yield from self._running()
-        request = self._request(
-            None, f"a Containerfile on {self._reference.partition('@step-')[0]}"
-        )
+        request = self._request(None, f"a Containerfile on {self._base}")
         request = msgspec.structs.replace(request, start=start)
         made = yield from core_templates.from_session(ref, request, None)
         return made
