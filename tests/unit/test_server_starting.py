@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from sojourn.database import Database, open_database
-from sojourn.errors import Unreachable
+from sojourn.errors import InvalidRequest, Unreachable
 from sojourn.gateway.messages import Attach
 from sojourn.model import Session, SessionState
 from sojourn.model.network import NetworkMode, NetworkPolicy, NetworkRule, SecretUse
@@ -160,7 +160,9 @@ def test_a_gateway_that_cannot_start_is_in_the_events_and_told_by_the_change(
     tmp_path: Path,
 ) -> None:
     session = make_session(
-        state=SessionState.RUNNING, sandbox="sbx-1", network=NetworkPolicy(mode=NetworkMode.OPEN)
+        state=SessionState.RUNNING,
+        sandbox="sbx-1",
+        network=NetworkPolicy(mode=NetworkMode.OPEN, secrets=["REMOVED_SINCE"]),
     )
     who = Principal(session.tenant, "someone", "tenant")
     switched: list[bool] = []
@@ -204,6 +206,9 @@ def test_a_gateway_that_cannot_start_is_in_the_events_and_told_by_the_change(
         assert active.session.network.rules == RULES
         (event,) = await database.list_events(session.id, kinds=["network.unavailable"])
         assert event.result == "unreachable" and "no such namespace" in event.details["message"]
+        assert active.session.network.secrets == ["REMOVED_SINCE"]  # that it is gone stops nothing
+        with pytest.raises(InvalidRequest, match="no secret 'UNKNOWN'"):
+            await updates.change_network(who, session.id, NetworkChange(grant=["UNKNOWN"]))
         # Nothing is what is wanted, and it is what is had.
         await updates.change_network(who, session.id, NetworkChange(mode=NetworkMode.NONE))
         assert active.session.network.mode is NetworkMode.NONE

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -104,11 +104,15 @@ class Networks:
         """End the gateway; what was under way is recorded as interrupted."""
         await self.gateway.close()
 
-    async def check(self, tenant: str, policy: NetworkPolicy) -> NetworkPolicy:
-        """The policy in the form it is kept in. Raises InvalidRequest."""
+    async def check(
+        self, tenant: str, policy: NetworkPolicy, *, had: Sequence[str] = ()
+    ) -> NetworkPolicy:
+        """The policy in the form it is kept in. Of the secrets it names those it `had` may be gone.
+        Raises InvalidRequest."""
         checked = check_network(policy, private=self.settings.private)
-        if checked.secrets:
-            missing = await self._secrets.missing(tenant, checked.secrets)
+        granted = [name for name in checked.secrets if name not in had]
+        if granted:
+            missing = await self._secrets.missing(tenant, granted)
             if missing:
                 raise InvalidRequest(
                     f"network.secrets: there is no secret {missing[0]!r}",

@@ -65,8 +65,10 @@ class Updates:
         async with active.gate.closed("update"):
             decide(active.session, Command(Verb.UPDATE))
             # Only here: two that come at the same time would undo each other.
-            wanted = changed(active.session.network, change)
-            policy = await self._context.networks.check(active.session.tenant, wanted)
+            present = active.session.network
+            policy = await self._context.networks.check(
+                active.session.tenant, changed(present, change), had=present.secrets
+            )
             await self._commit(who, active, {"network": policy})
         return active
 
