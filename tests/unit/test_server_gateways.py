@@ -122,6 +122,20 @@ def test_one_that_does_not_answer_is_ended(tmp_path: Path, monkeypatch: pytest.M
     run(Rig(tmp_path), scenario)
 
 
+def test_one_that_is_slow_to_load_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the start of a process takes longer than any answer may."""
+    monkeypatch.setattr(gateways, "_ANSWER_SECONDS", 0.001)
+
+    async def scenario(rig: Rig) -> None:
+        await rig.gateway.need()
+        info = rig.gateway.info()
+        assert info.running and info.restarts == 0
+
+    run(Rig(tmp_path), scenario)
+
+
 def test_one_that_cannot_start_says_why_and_holds_up_nobody_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

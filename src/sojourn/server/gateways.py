@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _START_SECONDS = 15.0
 _AGAIN_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
+_LOAD_SECONDS = 30.0  # until a new process answers: on a busy machine its start alone takes seconds
 _END_SECONDS = 5.0
 _PAUSES = (0.0, 0.1, 0.5, 2.0, 5.0)  # before the next start, by how often it died early
 _WELL_SECONDS = 30.0  # one that lived so long did not die early
@@ -213,7 +214,11 @@ class Gateway:
 
         await self._request(now)
 
-    async def _request(self, make: Callable[[], Awaitable[Start | Attach | Detach | None]]) -> None:
+    async def _request(
+        self,
+        make: Callable[[], Awaitable[Start | Attach | Detach | None]],
+        seconds: float | None = None,
+    ) -> None:
         """Ask and wait for the answer. What is asked is made in order with its sending, so that
         the last word about a sandbox is the newest. Raises Unreachable, and the answer's error."""
         control = self._control
@@ -224,11 +229,12 @@ class Gateway:
             if control is None or control is not self._control:
                 raise Unreachable("the gateway process ended", next_step="It is started again.")
             asking = asyncio.create_task(control.request(body))
-        done, _ = await asyncio.wait({asking}, timeout=_ANSWER_SECONDS)
+        seconds = _ANSWER_SECONDS if seconds is None else seconds
+        done, _ = await asyncio.wait({asking}, timeout=seconds)
         if not done:
             # It may still act by an older policy: what comes after it does not.
             asking.cancel()
-            self._error = f"no answer within {_ANSWER_SECONDS:g} s"
+            self._error = f"no answer within {seconds:g} s"
             log.error("the gateway process does not answer and is ended")
             self._kill()
             raise Unreachable(
@@ -310,7 +316,7 @@ class Gateway:
             ports=numbers[0] if numbers else -1,
             lease=None if self.lease is None else str(self.lease),
         )
-        await self._request(lambda: _given(start))
+        await self._request(lambda: _given(start), _LOAD_SECONDS)
         for sandbox in list(self._wanted):
             try:
                 await self._attach(sandbox)

@@ -134,7 +134,7 @@ class Lease:
             except (SojournError, OSError) as error:  # a time-out is one of these
                 code = error.code if isinstance(error, SojournError) else "unreachable"
                 declared.LEASE_RENEWALS.add(code)
-                log.warning("the lease is not renewed: %s", error or "no answer in time")
+                log.warning("the lease is not renewed: %s", str(error) or "no answer in time")
                 pause = min(every, _MOST_PAUSE)
             else:
                 pause = every
