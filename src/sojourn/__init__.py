@@ -103,9 +103,7 @@ if TYPE_CHECKING:
         FileInfo,
         ObjectStoreInfo,
         OperationInfo,
-        PortInfo,
         ProcessInfo,
-        SecretInfo,
         SessionInfo,
         SnapshotInfo,
         StatusInfo,
@@ -115,6 +113,7 @@ if TYPE_CHECKING:
     )
     from sojourn.wire.code import CodeResult
     from sojourn.wire.guest import Output
+    from sojourn.wire.networks import PortInfo, SecretInfo
 
 _LAZY = {
     "sojourn.client": (
@@ -150,9 +149,7 @@ _LAZY = {
         "FileInfo",
         "ObjectStoreInfo",
         "OperationInfo",
-        "PortInfo",
         "ProcessInfo",
-        "SecretInfo",
         "SessionInfo",
         "SnapshotInfo",
         "StatusInfo",
@@ -162,6 +159,7 @@ _LAZY = {
     ),
     "sojourn.wire.code": ("CodeResult",),
     "sojourn.wire.guest": ("Output",),
+    "sojourn.wire.networks": ("PortInfo", "SecretInfo"),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
 

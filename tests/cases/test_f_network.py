@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from sojourn import NetworkMode, NetworkPolicy, Session, Sojourn, allow
-from sojourn.wire.api import PortInfo
+from sojourn.wire.networks import PortInfo
 from support.gateway_world import ALLOWED, ALLOWED_V6, METADATA, NAMESERVER, PRIVATE, World
 from support.servers import ServerProcess
 

@@ -18,7 +18,7 @@ import pytest
 
 from sojourn.client import Sojourn
 from sojourn.errors import CapacityExhausted, Conflict, Forbidden, SessionNotFound, Unauthenticated
-from sojourn.wire.api import PortInfo
+from sojourn.wire.networks import PortInfo
 from support.loopback_cluster import LoopbackCluster
 from support.servers import eventually
 

@@ -17,7 +17,7 @@ import pytest
 
 from sojourn.client import Session, Sojourn
 from sojourn.errors import Conflict, InvalidRequest, PortNotFound, SessionNotFound
-from sojourn.wire.api import PortInfo
+from sojourn.wire.networks import PortInfo
 from support.port_programs import HTTP_PORT, PROGRAM, TCP_PORT
 from support.servers import ServerProcess, eventually
 

@@ -12,7 +12,7 @@ import pytest
 
 from sojourn.client import Process, Session
 from sojourn.errors import CaptureRefused
-from sojourn.wire.api import PortInfo
+from sojourn.wire.networks import PortInfo
 from support.servers import eventually
 
 pytestmark = pytest.mark.privileged

@@ -11,7 +11,7 @@ from sojourn.errors import Conflict, PortNotFound, SecretNotFound
 from sojourn.server.base import Principal
 from sojourn.server.ports import check_port
 from sojourn.server.secrets import check_secret_name, check_uses, check_value
-from sojourn.wire.api import ExposePort, PortInfo, SecretInfo, SetSecret
+from sojourn.wire.networks import ExposePort, PortInfo, SecretInfo, SetSecret
 
 
 class FakeSecrets:

@@ -22,7 +22,7 @@ from sojourn.server.secrets import (
     Secrets,
     secret_environment,
 )
-from sojourn.wire.api import SetSecret
+from sojourn.wire.networks import SetSecret
 
 WHO = Principal("ten_a", "someone", "tenant")
 OTHER = Principal("ten_b", "else", "tenant")

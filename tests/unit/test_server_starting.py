@@ -23,8 +23,7 @@ from sojourn.server.ports import Ports, PortSettings
 from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.secrets import Secrets
 from sojourn.server.updates import Updates
-from sojourn.wire.api import ExposePort, SetSecret
-from sojourn.wire.networks import NetworkChange
+from sojourn.wire.networks import ExposePort, NetworkChange, SetSecret
 from support.databases import insert_session, make_session
 
 RECORD: Any = types.SimpleNamespace(sandbox="sbx-1", driver="gvisor", epoch=2)

@@ -8,7 +8,7 @@ import click
 
 from sojourn.cli.connection import connect
 from sojourn.cli.output import emit, json_option, say, table
-from sojourn.wire.api import PortInfo
+from sojourn.wire.networks import PortInfo
 
 
 @click.group("port", help="Exposed ports: sessions' servers, reached from outside.")

@@ -20,13 +20,8 @@ from sojourn.client.core_networks import NetworkLike
 from sojourn.client.core_ports import UseLike
 from sojourn.client.core_sessions import Labels, LimitsLike, PolicyLike
 from sojourn.client.listings import Listing
-from sojourn.wire.api import (
-    HealthInfo,
-    OperationInfo,
-    SecretInfo,
-    StatusInfo,
-    TokenInfo,
-)
+from sojourn.wire.api import HealthInfo, OperationInfo, StatusInfo, TokenInfo
+from sojourn.wire.networks import SecretInfo
 
 
 class AsyncSojourn:

@@ -33,7 +33,6 @@ from sojourn.wire.api import (
     EffectInfo,
     EffectsLeft,
     EventInfo,
-    PortInfo,
     SessionInfo,
     SnapshotInfo,
     TemplateInfo,
@@ -41,6 +40,7 @@ from sojourn.wire.api import (
     VerifyReport,
 )
 from sojourn.wire.code import CodeResult
+from sojourn.wire.networks import PortInfo
 
 
 class AsyncTurn:

@@ -22,7 +22,7 @@ from sojourn.client.core import (
 from sojourn.errors import InvalidRequest
 from sojourn.model.network import SecretPlace, SecretUse
 from sojourn.model.ports import PortKind
-from sojourn.wire.api import ExposePort, PortInfo, SecretInfo, SetSecret
+from sojourn.wire.networks import ExposePort, PortInfo, SecretInfo, SetSecret
 
 UseLike = SecretUse | Mapping[str, Any]
 

@@ -17,13 +17,8 @@ from sojourn.client.sync_nodes import Nodes
 from sojourn.client.sync_session import Session
 from sojourn.client.sync_templates import Templates
 from sojourn.client.transport import Transport, content_of
-from sojourn.wire.api import (
-    HealthInfo,
-    OperationInfo,
-    SecretInfo,
-    StatusInfo,
-    TokenInfo,
-)
+from sojourn.wire.api import HealthInfo, OperationInfo, StatusInfo, TokenInfo
+from sojourn.wire.networks import SecretInfo
 
 
 class Sojourn:

@@ -32,7 +32,6 @@ from sojourn.wire.api import (
     EffectInfo,
     EffectsLeft,
     EventInfo,
-    PortInfo,
     SessionInfo,
     SnapshotInfo,
     TemplateInfo,
@@ -40,6 +39,7 @@ from sojourn.wire.api import (
     VerifyReport,
 )
 from sojourn.wire.code import CodeResult
+from sojourn.wire.networks import PortInfo
 
 
 class Turn:

@@ -25,14 +25,10 @@ from sojourn.wire.api import (
     EventInfo,
     ExecRequest,
     ExecResult,
-    ExposePort,
     ForkRequest,
     OperationInfo,
-    PortInfo,
-    SecretInfo,
     SessionInfo,
     SessionPage,
-    SetSecret,
     SnapshotInfo,
     SnapshotRequest,
     SpawnRequest,
@@ -46,7 +42,7 @@ from sojourn.wire.api import (
 )
 from sojourn.wire.code import CodeResult
 from sojourn.wire.guest import Output, ProcessState
-from sojourn.wire.networks import NetworkChange
+from sojourn.wire.networks import ExposePort, NetworkChange, PortInfo, SecretInfo, SetSecret
 
 
 class Principal(msgspec.Struct, frozen=True):

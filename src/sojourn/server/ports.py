@@ -45,7 +45,7 @@ from sojourn.server.host_ports import HostPorts, listening
 from sojourn.server.networks import Networks
 from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.secrets import Secrets
-from sojourn.wire.api import ExposePort, PortInfo
+from sojourn.wire.networks import ExposePort, PortInfo
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from sojourn.model.network import NetworkPolicy, SecretPlace, SecretUse, placeho
 from sojourn.server.base import Principal
 from sojourn.server.network_checks import is_shared
 from sojourn.server.secret_store import SecretStore, open_secret_store
-from sojourn.wire.api import SecretInfo, SetSecret
+from sojourn.wire.networks import SecretInfo, SetSecret
 
 MAX_VALUE = 8 << 10
 MIN_VALUE = 8

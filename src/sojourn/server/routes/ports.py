@@ -15,7 +15,7 @@ from sojourn.errors import (
 )
 from sojourn.server.answers import empty_answer, json_answer
 from sojourn.server.endpoints import Call, Endpoint, endpoint
-from sojourn.wire.api import ExposePort, PortInfo
+from sojourn.wire.networks import ExposePort, PortInfo
 
 
 @endpoint(

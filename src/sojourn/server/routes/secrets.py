@@ -7,7 +7,7 @@ from litestar.types import ASGIApp
 from sojourn.errors import InvalidRequest, SecretNotFound, SecretsKeyInvalid, TooLarge
 from sojourn.server.answers import empty_answer, json_answer
 from sojourn.server.endpoints import Call, Endpoint, endpoint
-from sojourn.wire.api import SecretInfo, SetSecret
+from sojourn.wire.networks import SecretInfo, SetSecret
 
 
 @endpoint(
