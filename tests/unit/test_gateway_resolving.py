@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -42,3 +44,9 @@ def test_a_session_takes_no_more_threads_than_its_own(monkeypatch: pytest.Monkey
         outside.close()
 
     asyncio.run(run())
+
+
+def test_a_gateway_loads_no_resolver_that_it_does_not_use() -> None:
+    """It is half of what there is to load, and the first session with a network waits for it."""
+    program = "import sys, sojourn.gateway.worker; sys.exit('dns' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -18,9 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import dns.exception
-import dns.resolver
-
 from sojourn.errors import HostUnfit
 from sojourn.gateway.addresses import Address, Network, parse_network
 from sojourn.gateway.leases import UNBOUNDED, AnyLease
@@ -179,6 +176,10 @@ class Outside:
         return [ipaddress.ip_address(str(answer[4][0])) for answer in answers]
 
     def _ask(self, name: str) -> list[Address]:
+        # It loads half of what a gateway consists of, and most use the host's own name servers.
+        import dns.exception
+        import dns.resolver
+
         resolver = dns.resolver.Resolver(configure=False)
         resolver.nameservers = list(self._nameservers)
         resolver.lifetime = _RESOLVE_SECONDS
