@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 COMMAND = (sys.executable, "-m", "sojourn.cli.main")
 PREFIXES = {"db": "10.81.1", "s3": "10.81.2", "net": "10.81.3"}
-_READY_SECONDS = 60.0
+_WITH_US = ("setpriv", "--pdeathsig", "KILL")
+"""Before a command: it ends with the test's process, however that ends."""
 
 
 class Process:
@@ -57,7 +58,7 @@ class Process:
         """Start it and wait until it is ready; what it said."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self.machine.inside, *COMMAND, *self.command()],
+                [*_WITH_US, *self.machine.inside, *COMMAND, *self.command()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
