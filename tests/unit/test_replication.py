@@ -107,6 +107,9 @@ class World:
         record = await self.database.get_snapshot(None, id, hidden=True)
         return record.durable_at is not None
 
+    async def written(self, session: Session, times: int) -> bool:
+        return self.sender.calls.count(("session", session.id)) >= times
+
     async def start(self) -> None:
         await self.replicator.open()
         self.replicator.attach(self.node, self.source, StoreGuard(), set)  # type: ignore[arg-type]
@@ -157,6 +160,8 @@ def test_what_no_record_names_does_not_count_as_durable(tmp_path: Path) -> None:
             first = await here.snapshot(session)
             await here.start()
             await here.until(lambda: here.durable(first))
+            # The first look after the start finds no record, and it is written once more.
+            await here.until(lambda: here.written(session, 3))
             here.sender.refused["session", session.id] = stale
             second = await here.snapshot(session, parent=first)
             with pytest.raises(StaleEpoch):

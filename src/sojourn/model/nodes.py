@@ -7,10 +7,11 @@ valid then does not make it valid now. Who may change what is decided by the fen
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 import msgspec
 
-from sojourn.model.sessions import SessionState
+from sojourn.model.sessions import Limits, SessionState
 
 
 class NodeState(enum.StrEnum):
@@ -30,6 +31,17 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_bytes: int = 0
     disk_bytes: int = 0
     sessions: int = 0
+
+
+def summed(limits: Iterable[Limits]) -> Resources:
+    """What the limits of several sandboxes add up to."""
+    found = list(limits)
+    return Resources(
+        cpus=sum(one.cpus for one in found),
+        memory_bytes=sum(one.memory_bytes for one in found),
+        disk_bytes=sum(one.disk_bytes for one in found),
+        sessions=len(found),
+    )
 
 
 class Fence(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from pathlib import Path
 from sojourn import faultpoints
 from sojourn.errors import IntegrityError, SandboxLost, SojournError, StaleEpoch, Unsupported
 from sojourn.model import LayerRef, Limits, SessionState
-from sojourn.model.nodes import Resources
+from sojourn.model.nodes import Resources, summed
 from sojourn.node import mounts
 from sojourn.node.isolation.base import Driver, SandboxStatus
 from sojourn.node.records import (
@@ -156,16 +156,9 @@ class NodeAgent:
                 used.add(sandbox.since[1].id)
         return used
 
-    def committed(self, but: str | None = None) -> Resources:
-        """What the limits of all sandboxes here add up to, leaving out a session's."""
-        records = [sandbox.record for sandbox in self._sandboxes.values()]
-        limits = [record.limits for record in records if record.session != but]
-        return Resources(
-            cpus=sum(one.cpus for one in limits),
-            memory_bytes=sum(one.memory_bytes for one in limits),
-            disk_bytes=sum(one.disk_bytes for one in limits),
-            sessions=len(limits),
-        )
+    def committed(self) -> Resources:
+        """What the limits of all sandboxes here add up to."""
+        return summed(sandbox.record.limits for sandbox in self._sandboxes.values())
 
     @property
     def count(self) -> int:

@@ -357,12 +357,20 @@ class Connection:
         try:
             await self._listen()
             if self._state is not _State.ATTACHED or self._attach_id in self._pending:
-                await asyncio.wait_for(self._arrived, deadline)
+                await self._await(self._arrived, deadline)
         except TimeoutError:
             return False
         finally:
             self._arrived = None
         return True
+
+    async def _await(self, answer: asyncio.Future[None], deadline: float) -> None:
+        """Wait so long for the supervisor; longer where it is kept from answering. Raises
+        TimeoutError."""
+        while not (await asyncio.wait({answer}, timeout=deadline))[0]:
+            if not self._excused():
+                raise TimeoutError
+        answer.result()
 
     async def detach(self, deadline: float) -> None:
         """Have the supervisor drop its connection; calls are parked. Raises SandboxLost."""
@@ -381,7 +389,7 @@ class Connection:
             self._acks.clear()
             self._write(frames.frame(Op.DETACH, identifier, acks[: frames.MAX_BODY & ~7]))
             try:
-                await asyncio.wait_for(self._left, deadline)
+                await self._await(self._left, deadline)
             except TimeoutError:
                 self._state = _State.LISTENING
                 self._drop_stream()
@@ -396,8 +404,10 @@ class Connection:
             if pending.future is None or identifier == self._attach_id:
                 continue
             del self._pending[identifier]
-            details = {"moved": True} if moved else {}
-            self._fail(pending, Interrupted(reason, **details))
+            error = Interrupted(reason)
+            if moved:
+                error.details["moved"] = True
+            self._fail(pending, error)
             self._disown(identifier, pending.op)
             self._acks.append(identifier)
             # Cancelling a run would end its command, which is to live on in the snapshot.

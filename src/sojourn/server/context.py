@@ -20,7 +20,8 @@ from sojourn.errors import (
     StaleEpoch,
     WrongState,
 )
-from sojourn.model import Session, SessionState
+from sojourn.model import Limits, Session, SessionState
+from sojourn.model.nodes import summed
 from sojourn.node.agent import NodeAgent
 from sojourn.node.sandboxes import Sandbox
 from sojourn.server.catalog import Catalog, Template
@@ -109,6 +110,18 @@ class Context:
         """Raise NodeUnavailable where this node may not act now."""
         if self.node is not None:
             self.node.lease.require()
+
+    def require_room(self, wanted: Limits, but: str | None = None) -> None:
+        """Raise CapacityExhausted where this node has no room for one more sandbox, beside those of
+        all sessions that run or are being created but one."""
+        if self.node is None:
+            return
+        running = [
+            active.session.limits
+            for active in self.registry.all()
+            if active.id != but and (active.session.live or active.state is SessionState.CREATING)
+        ]
+        self.node.require_room(summed(running), wanted)
 
     @property
     def losses(self) -> int:

@@ -259,11 +259,12 @@ class Operations:
 
     async def wait(self, operation: str, timeout: float) -> None:
         """Wait until it is finished or the time is over."""
+        end = asyncio.get_running_loop().time() + timeout
         task = self._tasks.get(operation)
         if task is not None:
             await asyncio.wait({task}, timeout=timeout)
         if self._context.node is not None:
-            await self._wait_elsewhere(operation, timeout)
+            await self._wait_elsewhere(operation, end - asyncio.get_running_loop().time())
 
     async def _wait_elsewhere(self, operation: str, timeout: float) -> None:
         """Wait for one that another node runs, or goes on with."""

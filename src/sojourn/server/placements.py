@@ -95,9 +95,7 @@ class Placements:
             message = f"session {session.id} is being deleted"
             raise Interrupted(message, next_step="Nothing is left to do.")
         self._context.require_lease()
-        if self._context.node is not None:
-            used = self._context.agent.committed(but=session.id)
-            self._context.node.require_room(used, session.limits)
+        self._context.require_room(session.limits, but=session.id)
         layers = snapshot.layers
         if len(layers) > _MOST_LAYERS:
             # Forks of running forks grow the chain without ever being put away.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -108,6 +109,7 @@ class Replicator:
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._task: asyncio.Task[None] | None = None
         self._snapshots, self._sessions = Pauses(), self._records.pauses
+        self._duties: dict[str, tuple[float, bool]] = {}
         self._collecting: asyncio.Task[None] | None = None
         self._collect_at = time.monotonic() + min(_COLLECT_FIRST, settings.collect_every)
         self._error: str | None = None
@@ -209,6 +211,9 @@ class Replicator:
         try:
             async with asyncio.timeout(timeout):
                 while record.durable_at is None:
+                    if math.isinf(self._sessions.left(record.session)):
+                        # It was found out before anybody waited.
+                        raise StaleEpoch(self._sessions.cause(record.session) or "", next_step="")
                     await self._tried(snapshot)
                     record = await database.get_snapshot(None, snapshot, hidden=True)
         except TimeoutError:
@@ -319,10 +324,16 @@ class Replicator:
         return self._stopping
 
     async def _has_duty(self, duty: str, seconds: float) -> bool:
-        """Whether this server does what one of several does for all of them."""
+        """Whether this server does what one of several does for all of them. Asked again only when
+        half of the time is over for which the answer holds."""
         if self._holder is None:
             return True
-        return await self._database.hold_duty(duty, self._holder, lease=seconds)
+        now = time.monotonic()
+        until, has = self._duties.get(duty, (0.0, False))
+        if now >= until:
+            has = await self._database.hold_duty(duty, self._holder, lease=seconds)
+            self._duties[duty] = (now + seconds / 2, has)
+        return has
 
     async def _collect(self) -> None:
         try:

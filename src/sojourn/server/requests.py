@@ -18,6 +18,7 @@ from sojourn.errors import (
     Conflict,
     InvalidRequest,
     NameTaken,
+    SessionElsewhere,
     SessionNotFound,
     Unsupported,
     WrongState,
@@ -99,6 +100,8 @@ class Requests:
         check_map("labels", request.labels, env=False)
         check_map("env", env, env=True)
         check_place(request.cwd, request.user)
+        # Before it has a name, which it would keep: a server asks another node then.
+        self._context.require_room(limits)
         now = time.time()
         idle, lifetime = first_deadlines(policy, now)
         session = Session(
@@ -239,6 +242,13 @@ class Requests:
             raise Conflict(
                 f"the session it was forked from ({child.session.parent_session}) was deleted",
                 next_step="Keep the fork as it is.",
+            ) from error
+        except SessionElsewhere as error:
+            raise Conflict(
+                f"the session it was forked from ({child.session.parent_session}) is on another"
+                f" node ({error.details.get('holder')})",
+                next_step="Move one of the two to the other's node first (`sojourn session migrate"
+                " SESSION --node NODE`).",
             ) from error
         await self._turns.settle(parent)
         operation = await self._operations.begin(who, parent, "promote", {"child": child.id}, key)

@@ -117,7 +117,9 @@ class Holding:
         end = loop.time() + timeout
         database = self._context.database
         records = await database.list_snapshots(active.id)
-        wanted = [record.id for record in records if record.durable_at is None]
+        # What lies on another disk comes from there, or never.
+        own = [record for record in records if record.node in (None, self.id)]
+        wanted = [record.id for record in own if record.durable_at is None]
         if active.session.head is not None and active.session.head not in wanted:
             wanted.append(active.session.head)
         for id in wanted:

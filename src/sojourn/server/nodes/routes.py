@@ -4,7 +4,7 @@ Guarantee: nobody but a server reaches these addresses, since the node's listene
 connection; whatever fails is answered with an error body as everywhere.
 
     GET  /node/health                             whether it holds its lease
-    POST /node/sessions/{ref}/release             put away, safe and let go
+    POST /node/sessions/{ref}/release             let go of one that is put away, once it is safe
     POST /node/sessions/{ref}/prefetch            {snapshot}: bring it; {}: a migration comes here
     POST /node/operations                         look now for what was handed over
     POST /node/evict                              {need, idle}: make room
@@ -66,7 +66,7 @@ async def _health(node: NodeService, _ref: str, _body: bytes) -> Answer:
 
 
 async def _release(node: NodeService, ref: str, _body: bytes) -> Answer:
-    await node.release(ref)
+    await node.holding.release(ref)
     return empty_answer()
 
 

@@ -13,7 +13,7 @@ from sojourn.server.nodes.holding import Holding
 from sojourn.server.nodes.identity import NodeIdentity
 from sojourn.server.nodes.migration import VERB, Migration
 from sojourn.server.nodes.starting import end_all
-from sojourn.server.nodes.work import WHO, NodeWork
+from sojourn.server.nodes.work import NodeWork
 from sojourn.server.operations import Body, Operations
 from sojourn.server.placements import Placements
 from sojourn.server.snapshots import Snapshots
@@ -41,24 +41,12 @@ class NodeService:
             context, node, self.holding, verbs, snapshots, placements, operations
         )
         self.work = NodeWork(context, node, self.holding, self.migration, operations, snapshots)
-        self._operations = operations
         context.registry.taker = self.holding
 
     @property
     def bodies(self) -> dict[str, Body]:
         """Its operations."""
         return {VERB: self.migration.migrate}
-
-    async def release(self, ref: str) -> None:
-        """Put a session away, have the object store have it, and let any node take it.
-
-        Raises SessionNotFound, SessionElsewhere, SessionBusy, StoreUnreachable, and what a
-        suspension raises; it stays then."""
-        active = await self.holding.mine(ref)
-        if active.session.live:
-            operation = await self._operations.begin(WHO, active, "suspend", {}, None)
-            await self._operations.complete(operation)
-        await self.holding.release(active.id)
 
     async def leave(self) -> None:
         """At a clean stop: where nothing is here that only this node has, its lease ends now, so
