@@ -29,6 +29,7 @@ from support.databases import (
     make_snapshot,
     update_session,
 )
+from support.nodes import opened
 
 DELETED = SessionState.DELETED
 
@@ -451,5 +452,27 @@ def test_pages_by_label_are_whole_whether_it_is_common_or_rare(database: Harness
                     if after is None:
                         break
                 assert found == expected
+
+    database.run(scenario)
+
+
+def test_very_many_sessions_are_not_counted_for_each_question(
+    database: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sojourn.database.sql_database._MANY", 3)
+
+    async def scenario(db: Database) -> None:
+        for expected in (1, 2, 3):
+            await insert_session(db, make_session())
+            assert (await db.count_sessions())[RUNNING] == expected
+        await insert_session(db, make_session(tenant="ten_b"))
+        assert (await db.count_sessions())[RUNNING] == 3
+        # What is few is counted, and what was counted is asked for again after a while.
+        assert (await db.count_sessions("ten_b"))[RUNNING] == 1
+        monkeypatch.setattr("sojourn.database.sql_database._COUNT_SECONDS", 0.0)
+        async with opened(database) as later:
+            assert (await later.count_sessions())[RUNNING] == 4
+            await insert_session(later, make_session())
+            assert (await later.count_sessions())[RUNNING] == 5
 
     database.run(scenario)

@@ -94,7 +94,8 @@ class Database(Protocol):
     async def count_sessions(
         self, tenant: str | None = None, *, holder: str | None = None
     ) -> dict[SessionState, int]:
-        """How many sessions are in each state (every state is a key); templates are none."""
+        """How many sessions are in each state (every state is a key); templates are none. Of a
+        hundred thousand and more it may tell how many there were ten seconds ago."""
 
     # -- deadlines --------------------------------------------------------------------------
     def touch_idle(self, session: str, deadline: float) -> None:

@@ -58,6 +58,8 @@ from sojourn.model.sessions import Session, SessionKind, SessionState
 _LIVE = tuple(state for state in SessionState if state is not SessionState.DELETED)
 _POLL = 5.0  # seconds; only another process's events come without a notice
 _PAGE = 1000
+_MANY = 100_000  # sessions; so many are not counted anew for each question
+_COUNT_SECONDS = 10.0
 _PRUNED = 2000  # rows in one transaction
 _MOVES = 32  # deadlines moved in one transaction
 
@@ -72,6 +74,9 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows, NodeRows):
         self._engine = engine
         self._notices = Notices()
         self._deadlines = Deadlines(loop, self._write_deadlines)
+        self._counts: dict[
+            tuple[str | None, str | None], tuple[float, dict[SessionState, int]]
+        ] = {}
         self._closed = False
         self._listening = False
 
@@ -176,8 +181,15 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows, NodeRows):
     async def count_sessions(
         self, tenant: str | None = None, *, holder: str | None = None
     ) -> dict[SessionState, int]:
+        until, known = self._counts.get((tenant, holder), (0.0, {}))
+        if self._loop.time() < until:
+            return dict(known)
         rows = await self._reader.select("count_sessions", {"tenant": tenant, "holder": holder})
-        return dict.fromkeys(SessionState, 0) | {SessionState(state): n for state, n in rows}
+        found = dict.fromkeys(SessionState, 0) | {SessionState(state): n for state, n in rows}
+        self._counts.pop((tenant, holder), None)
+        if sum(found.values()) >= _MANY:
+            self._counts[tenant, holder] = (self._loop.time() + _COUNT_SECONDS, found)
+        return dict(found)
 
     # -- deadlines --------------------------------------------------------------------------
     def touch_idle(self, session: str, deadline: float) -> None:
