@@ -1,7 +1,7 @@
 """A writer whose transactions are counted and timed.
 
-Guarantee: nothing of what it passes on is changed; a measurement ends with the job's future, whether
-anybody still waits for it or not.
+Guarantee: nothing of what it passes on is changed; a measurement ends with the job's future,
+whether anybody still waits for it or not.
 """
 
 from __future__ import annotations
