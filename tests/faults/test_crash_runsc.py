@@ -15,6 +15,7 @@ import pytest
 from sojourn.client import Session, Sojourn
 from sojourn.errors import SojournError
 from sojourn.node import tools
+from sojourn.node.sandboxes import ATTACH_SECONDS
 from support.histories_machine import Machine, await_true
 from support.servers import ServerProcess
 
@@ -52,6 +53,33 @@ class Rig:
         self.server = ServerProcess(directory / "data")
         self.client: Sojourn = self.server.start(SOJOURN_RUNSC=str(wrapper))
         self.machine = Machine(self.server)
+        self.kept: Session | None = None
+
+    def session(self) -> Session:
+        """A session with a file and a variable: that of the last test, unless that failed."""
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            return kept
+        self.clear()
+        session = self.client.sessions.create()
+        assert session.exec("echo kept > /root/file").exit_code == 0
+        assert session.run_code("value = 41; value").text == "41"
+        session.history()  # waits for the snapshot of the last turn
+        return session
+
+    def keep(self, session: Session) -> None:
+        """It is whole after a test: nothing but it is left, for the next one."""
+        self.clear(session)
+        session.exec("rm -f /root/later")
+        session.history()
+        self.kept = session
+
+    def clear(self, but: Session | None = None) -> None:
+        for left in self.client.sessions.list():
+            if but is None or left.id != but.id:
+                left.delete()
+        sandbox = self.machine.sandbox_of(but.id) if but is not None else None
+        self.machine.check_empty(but=None if but is None else [sandbox] if sandbox else [])
 
     def break_next(self, moment: str) -> None:
         self.order.write_text(moment + "\n")
@@ -65,6 +93,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     rig = Rig(tmp_path_factory.mktemp("runsc"))
     yield rig
     rig.mend()
+    rig.clear()
     rig.client.close()
     rig.server.remove()
 
@@ -72,15 +101,11 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 @pytest.fixture
 def session(rig: Rig) -> Iterator[Session]:
     rig.mend()
-    session = rig.client.sessions.create()
-    assert session.exec("echo kept > /root/file").exit_code == 0
-    assert session.run_code("value = 41; value").text == "41"
-    session.history()  # waits for the snapshot of the last turn
+    session = rig.session()
     yield session
     rig.mend()
-    for left in rig.client.sessions.list():
-        left.delete()
-    rig.machine.check_empty()
+    if session.id in [found.id for found in rig.client.sessions.list()] and whole(session):
+        rig.keep(session)
 
 
 def attempt(call: Callable[[], object]) -> SojournError | None:
@@ -92,6 +117,14 @@ def attempt(call: Callable[[], object]) -> SojournError | None:
         assert error.message
         return error
     return None
+
+
+def whole(session: Session) -> bool:
+    try:
+        check(session)
+    except (AssertionError, SojournError):
+        return False
+    return True
 
 
 def check(session: Session) -> None:
@@ -107,6 +140,8 @@ def rests(rig: Rig) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_start_that_breaks_leaves_nothing(rig: Rig, moment: str) -> None:
+    rig.clear()
+    rig.kept = None
     rig.break_next(moment)
     error = attempt(lambda: rig.client.sessions.create(name="broken"))
     rig.mend()
@@ -135,7 +170,7 @@ def test_a_restore_that_breaks_can_be_repeated(rig: Rig, session: Session, momen
 
 @pytest.mark.parametrize("moment", MOMENTS[:4])
 def test_a_rollback_that_breaks_leaves_the_session(rig: Rig, session: Session, moment: str) -> None:
-    point = session.snapshot("point")
+    point = session.snapshot()
     session.exec("echo later > /root/later")
     rig.break_next(moment)
     error = attempt(lambda: session.rollback(point))
@@ -156,10 +191,28 @@ def test_a_fork_that_breaks_is_no_fork(rig: Rig, session: Session, moment: str) 
     error = attempt(lambda: made.extend(session.fork(2)))
     rig.mend()
     rests(rig)
-    assert len(rig.client.sessions.list()) == (1 if error else 3)
+    assert len(rig.client.sessions.list()) == (1 if error else 3)  # it and its children
     check(session)
     for child in made or session.fork(2):
         check(child)
+
+
+def test_a_restored_sandbox_without_its_file_server_keeps_nobody_waiting(
+    rig: Rig, session: Session
+) -> None:
+    """Its kernel lives on, unlike that of one that was started, and the turn's snapshot freezes
+    it: what waits for the supervisor then does not wait for all of its time."""
+    session.suspend()
+    session.resume()
+    sandbox = rig.machine.sandbox_of(session.id)
+    assert sandbox is not None
+    session.run_code("value")
+    assert rig.machine.kill(sandbox, "gofer") > 0
+    begun = time.monotonic()
+    attempt(lambda: session.run_code("value"))
+    session.resume()
+    check(session)
+    assert time.monotonic() - begun < ATTACH_SECONDS
 
 
 VERBS: dict[str, Callable[[Session], object]] = {

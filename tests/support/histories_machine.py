@@ -98,7 +98,12 @@ class Machine:
         for owner in (self.data / "store/staging").iterdir():
             if server is None or f"-{server}-" not in owner.name:
                 found.append(str(owner))
-            found += [str(path) for path in owner.iterdir()]
+            # What is thrown away goes with the next collection, for which there may be no cause.
+            found += [
+                str(path)
+                for path in owner.iterdir()
+                if but is None or not path.name.startswith("trash-")
+            ]
         return found
 
     def check_empty(self, seconds: float = 15.0, but: Collection[str] | None = None) -> None:

@@ -141,7 +141,8 @@ class Sandbox:
 
     @contextlib.contextmanager
     def _noticing_its_end(self) -> Iterator[None]:
-        """End what waits for the supervisor once nothing of the sandbox is left."""
+        """End what waits for the supervisor once nothing of the sandbox is left, or what is left
+        cannot serve any more."""
         looking = asyncio.create_task(self._look_for_its_end())
         try:
             yield
@@ -151,7 +152,7 @@ class Sandbox:
     async def _look_for_its_end(self) -> None:
         # One that lives and does not answer may be frozen, or the machine busy.
         status = SandboxStatus(True, False, [])
-        while status.alive or status.pids:
+        while status.alive or (status.pids and not status.lost):
             await asyncio.sleep(_LOOK_SECONDS)
             status = await asyncio.to_thread(self.driver.status, self.spec)
         self.ended = status.cause or "nothing of it is left"

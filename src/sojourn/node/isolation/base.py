@@ -53,12 +53,14 @@ class SandboxSpec(msgspec.Struct, frozen=True):
 
 
 class SandboxStatus(msgspec.Struct, frozen=True):
-    """What the host shows of a sandbox. `pids` are host processes that belong to it."""
+    """What the host shows of a sandbox. `pids` are host processes that belong to it. One that is
+    `lost` never serves again, whatever of it still runs; one that is only not alive may be busy."""
 
     alive: bool
     frozen: bool
     pids: list[int]
     cause: str | None = None  # why it ended, when that can be told (e.g. "memory limit exceeded")
+    lost: bool = False
 
 
 class Driver(Protocol):

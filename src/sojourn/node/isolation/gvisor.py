@@ -319,13 +319,14 @@ class GVisorDriver:
     def status(self, spec: SandboxSpec) -> SandboxStatus:
         """Look at the host."""
         parts = self._look(spec)
-        cause = None
+        cause, lost = None, True
         if not parts.sentries:
             cause = self._cause(spec)
         elif not self._answers(spec):
             parts = self._look(spec)  # it may have ended meanwhile
             answerless = "the sandbox kernel does not answer"
             cause = answerless if parts.sentries else self._cause(spec)
+            lost = not parts.sentries
         elif not parts.gofers:
             cause = "the file server of the sandbox is gone"
         elif self._tree.group(spec.sandbox).memory_kills():
@@ -334,7 +335,7 @@ class GVisorDriver:
         else:
             frozen = (self._files(spec) / "frozen").exists()
             return SandboxStatus(True, frozen, parts.all)
-        return SandboxStatus(False, False, parts.all, cause)
+        return SandboxStatus(False, False, parts.all, cause, lost)
 
     def _answers(self, spec: SandboxSpec) -> bool:
         try:
