@@ -10,6 +10,9 @@ PYTEST_ARGS ?=
 # Much of a test is waiting for a sandbox: two workers keep two cores busy.
 PYTEST_WORKERS ?= 2
 
+# Tests start hundreds of processes: what is compiled once is kept, also where that is turned off.
+test: export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup venv frameworks run test lint format lock clean bench
 
 help: ## Show this help

@@ -55,8 +55,9 @@ def stocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(stocked: Path, tmp_path: Path) -> Path:
-    """An object store of the test's own that has the template."""
-    return Path(shutil.copytree(stocked, tmp_path / "objects"))
+    """An object store of the test's own that has the template. Its objects are shared with the
+    other ones: no test writes over one in its place."""
+    return Path(shutil.copytree(stocked, tmp_path / "objects", copy_function=os.link))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

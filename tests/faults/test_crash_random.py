@@ -125,7 +125,7 @@ def kill_under_load(server: ServerProcess, kills: int, seed: int) -> None:
         threads = [threading.Thread(target=worker.run) for worker in workers]
         for thread in threads:
             thread.start()
-        threading.Event().wait(chance.uniform(0.02, 1.0))
+        threading.Event().wait(chance.uniform(0.02, 0.5))
         server.kill()
         for thread in threads:
             thread.join(60)

@@ -105,8 +105,10 @@ def world(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
     client = world.server.start()
     try:
         seed = client.sessions.create(policy={"auto_snapshot": "off"})
-        for name in ("well", *VICTIMS):
-            make(world, seed.fork(1, names=[name])[0], name)
+        names = ["well", *VICTIMS]
+        for some in (names[:8], names[8:]):
+            for name, session in zip(some, seed.fork(len(some), names=some), strict=True):
+                make(world, session, name)
         seed.delete()
         for name in world.ids:
             world.session(name).durability(wait=60)
@@ -203,14 +205,34 @@ def test_check_names_every_object_and_whom_it_concerns(world: World) -> None:
 # -- what concerns all ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def node(place: Path, tmp_path: Path) -> Iterator[tuple[ServerProcess, Session]]:
-    """A server with one durable session whose state lies on the node as well."""
-    server = ServerProcess(tmp_path / "data", store=place.as_uri())
+@pytest.fixture(scope="module")
+def made(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What a server with one durable session left: its data, its object store; the session."""
+    root = tmp_path_factory.mktemp("node")
+    shutil.copytree(stocked, root / "objects")
+    server = ServerProcess(root / "data", store=(root / "objects").as_uri())
     session = server.start().sessions.create(policy={"auto_snapshot": "off"})
     session.files.write("/srv/a", os.urandom(100_000))
     session.suspend(wait="durable")
     eventually(lambda: settled(server.client()))
+    server.stop()
+    return root, session.id
+
+
+@pytest.fixture
+def place(made: tuple[Path, str], tmp_path: Path) -> Path:
+    """The object store of the test's own `node`."""
+    return Path(shutil.copytree(made[0] / "objects", tmp_path / "objects"))
+
+
+@pytest.fixture
+def node(
+    made: tuple[Path, str], place: Path, tmp_path: Path
+) -> Iterator[tuple[ServerProcess, Session]]:
+    """A server with one durable session whose state lies on the node as well."""
+    shutil.copytree(made[0] / "data", tmp_path / "data")
+    server = ServerProcess(tmp_path / "data", store=place.as_uri())
+    session = server.start().sessions.get(made[1])
     yield server, session
     server.remove()
 

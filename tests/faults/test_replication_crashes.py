@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -236,14 +237,21 @@ def test_a_server_that_is_told_to_stop_does_not_wait_for_what_is_sent(
     session.delete()
 
 
-@pytest.mark.parametrize("silent", [True, False], ids=["silent", "refusing"])
-def test_a_bucket_that_does_not_answer_holds_up_neither_start_nor_stop(
-    tmp_path: Path, silent: bool
-) -> None:
-    """With the usual patience, which is minutes."""
-    with S3Server.running() as s3, FaultProxy.before(s3.url) as proxy:
+def test_a_bucket_that_does_not_answer_holds_up_neither_start_nor_stop(tmp_path: Path) -> None:
+    """With the usual patience, which is minutes; one that says nothing, and one that refuses."""
+    with S3Server.running() as s3, ThreadPoolExecutor(2) as both:
+        for done in [
+            both.submit(unanswered, s3, tmp_path / name, silent=name == "silent")
+            for name in ("silent", "refusing")
+        ]:
+            done.result()
+
+
+def unanswered(s3: S3Server, directory: Path, *, silent: bool) -> None:
+    directory.mkdir()
+    with FaultProxy.before(s3.url) as proxy:
         options = s3_options(proxy.url, timeout=60, patience=600)
-        server = ServerProcess(tmp_path / "data", store=f"s3://{s3.make_bucket()}/place")
+        server = ServerProcess(directory / "data", store=f"s3://{s3.make_bucket()}/place")
         proxy.partition(silent=silent)
         client = server.start(**options)
         try:

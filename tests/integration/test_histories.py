@@ -49,9 +49,11 @@ def run(world: World, examples: int, steps: int) -> None:
     world.machine.check_empty()
 
 
-@pytest.mark.timeout(900)
-def test_short_histories(world: World) -> None:
-    run(world, int(os.environ.get("SOJOURN_HISTORIES", "200")), 4)
+# In parts, which two workers can share.
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(4))
+def test_short_histories(world: World, part: int) -> None:
+    run(world, int(os.environ.get("SOJOURN_HISTORIES", "200")) // 4, 4)
 
 
 @pytest.mark.slow

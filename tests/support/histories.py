@@ -145,6 +145,7 @@ class Histories(RuleBasedStateMachine):
                 lines = session.files.read("/root/count").count(b"\n")
                 if lines > len(counted):
                     break
+                time.sleep(0.02)
             else:
                 raise AssertionError(f"the counter of {model.name} stands still")
 
