@@ -58,11 +58,9 @@ await run({
   },
 
   'an end that pauses': async () => {
-    const short = await Sandbox.create({
-      timeoutMs: 1_000,
-      lifecycle: { onTimeout: 'pause', autoResume: false },
-    })
+    const short = await Sandbox.create({ lifecycle: { onTimeout: 'pause', autoResume: false } })
     await short.files.write('kept', 'kept')
+    await short.setTimeout(1_000)
     await eventually(async () => (await short.getInfo()).state === 'paused')
     const woken = await short.connect({ timeoutMs: 600_000 })
     assert.equal(await woken.files.read('kept'), 'kept')

@@ -32,7 +32,7 @@ export async function raises(kind, work) {
 export const pause = (seconds) => new Promise((done) => setTimeout(done, seconds * 1000))
 
 // The condition's first true value.
-export async function eventually(condition, seconds = 20) {
+export async function eventually(condition, seconds = 60) {
   const end = Date.now() + seconds * 1000
   for (;;) {
     const value = await condition()
