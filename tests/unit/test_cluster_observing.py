@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sojourn.model.nodes import NodeState
+from sojourn.server import observing as observing_module
 from sojourn.server.answers import Shutdown
 from sojourn.server.app import all_endpoints, listen, serve_app
 from sojourn.server.cluster.callers import Callers
@@ -126,3 +129,30 @@ def test_a_trace_goes_on_at_the_node(tmp_path: Path) -> None:
         assert int(got[2], 16) == forward.context.span_id
 
     run(tmp_path, work)
+
+
+def test_sessions_are_counted_the_less_often_the_longer_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Database:
+        asked, took = 0, 0.0
+
+        async def count_sessions(self, tenant: None, *, holder: str | None) -> dict[str, int]:
+            self.asked += 1
+            clock[0] += self.took
+            return {"running": self.asked}
+
+    clock = [1000.0]
+    monkeypatch.setattr(observing_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    database: Any = Database()
+    counts = observing_module.SessionCounts(database)
+
+    def asked_after(seconds: float) -> int:
+        clock[0] += seconds
+        asyncio.run(counts.look())
+        return int(database.asked)
+
+    assert [asked_after(0), asked_after(59), asked_after(2)] == [1, 1, 2]
+    database.took = 0.3
+    assert [asked_after(61), asked_after(61), asked_after(200), asked_after(60)] == [3, 3, 3, 4]
+    assert counts.values == {("running",): 4.0}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 
+from sojourn.database.base import Database
 from sojourn.database.records import Operation
 from sojourn.errors import SojournError
 from sojourn.server.context import Context
@@ -18,8 +19,8 @@ from sojourn.telemetry import declared, logs, scraping, tracing
 
 log = logging.getLogger(__name__)
 
-# Counting all sessions reads an index of all of them.
 _COUNT_SECONDS = 60.0
+_COUNT_SHARE = 1000  # what counts for a second counts again after so many
 _LAG_SECONDS = 10.0
 
 _step_began: ContextVar[int] = ContextVar("step_began", default=0)
@@ -74,14 +75,35 @@ def step(verb: str, name: str) -> None:
         _step_began.set(time.time_ns())
 
 
+class SessionCounts:
+    """How many sessions there are of each state. Counting reads an index of all of them, so it is
+    done at most once in a while, and the less often the longer it takes."""
+
+    def __init__(self, database: Database, holder: str | None = None) -> None:
+        self._database, self._holder = database, holder
+        self._again_at = float("-inf")
+        self.values: dict[tuple[str, ...], float] = {}
+
+    async def look(self) -> None:
+        """Count, if it is time."""
+        began = time.monotonic()
+        if began < self._again_at:
+            return
+        self._again_at = began + _COUNT_SECONDS
+        counts = await self._database.count_sessions(None, holder=self._holder)
+        self.values = {(str(state),): float(count) for state, count in counts.items()}
+        took = time.monotonic() - began
+        self._again_at = began + max(_COUNT_SECONDS, took * _COUNT_SHARE)
+
+
 class Observing:
     """How a service stands, for as long as it serves."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._counts: dict[tuple[str, ...], float] = {}
+        self._counts = SessionCounts(context.database, context.holder)
         self._waiting = self._lag = 0.0
-        self._counted_at = self._looked_at = float("-inf")
+        self._looked_at = float("-inf")
         self._stops: list[Callable[[], None]] = []
 
     def start(self) -> None:
@@ -89,7 +111,7 @@ class Observing:
         objects = self._context.replicator.settings.url is not None
         self._stops = [
             scraping.before(self._look),
-            declared.SESSIONS.tell(lambda: self._counts),
+            declared.SESSIONS.tell(lambda: self._counts.values),
             declared.SANDBOXES.tell(lambda: {(): float(self._context.agent.count)}),
             declared.OPERATIONS_RUNNING.tell(
                 lambda: {(verb,): float(count) for verb, count in _running.items()}
@@ -111,12 +133,9 @@ class Observing:
         self._stops = []
 
     async def _look(self) -> None:
+        await self._counts.look()
         now = time.monotonic()
         database, holder = self._context.database, self._context.holder
-        if now - self._counted_at > _COUNT_SECONDS:
-            self._counted_at = now
-            counts = await database.count_sessions(None, holder=holder)
-            self._counts = {(str(state),): float(count) for state, count in counts.items()}
         objects = self._context.replicator.settings.url is not None
         if objects and now - self._looked_at > _LAG_SECONDS:
             self._looked_at = now
