@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -213,16 +215,28 @@ def test_c6_a_paused_session_past_its_idle_time_is_put_away_and_resumes(
 
 def test_c6_a_long_call_is_not_idle(server: ServerProcess) -> None:
     """C6: a session at work past its idle time is not put away under the caller's hands."""
-    client = server.client()
-    session = client.sessions.create(policy={"idle_timeout": 1.0})
-    assert session.exec("sleep 2.5; echo done").text == "done\n"
-    process = session.spawn("sleep 2.5; echo over")
-    assert b"".join(piece.data for piece in process.output()) == b"over\n"
-    assert process.wait(30).exit_code == 0
-    fed = session.exec("sleep 2.5; wc -c", stdin=iter([b"x" * 100]))
-    assert fed.text.strip() == "100"
-    assert "suspend" not in [event.kind for event in session.events()]
-    eventually(lambda: session.refresh().state == "suspended")
+
+    def called(session: Session) -> None:
+        assert session.exec("sleep 3.5; echo done").text == "done\n"
+
+    def spawned(session: Session) -> None:
+        process = session.spawn("sleep 3.5; echo over")
+        assert b"".join(piece.data for piece in process.output()) == b"over\n"
+        assert process.wait(30).exit_code == 0
+
+    def fed(session: Session) -> None:
+        done = session.exec("sleep 3.5; wc -c", stdin=iter([b"x" * 100]))
+        assert done.text.strip() == "100"
+
+    def run(work: Callable[[Session], None]) -> None:
+        with server.client() as client:
+            session = client.sessions.create(policy={"idle_timeout": 2.0})
+            work(session)
+            assert "suspend" not in [event.kind for event in session.events()]
+            eventually(lambda: session.refresh().state == "suspended")
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(run, (called, spawned, fed)))
 
 
 @pytest.mark.parametrize("how", ["pause", "suspend", "idle"])

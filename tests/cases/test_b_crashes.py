@@ -367,7 +367,7 @@ def test_c15_a_failing_store_leaves_nothing_frozen(server: ServerProcess, place:
         for verb in ("snapshots", "fork", "suspend"):
             answer = api(
                 "POST",
-                f"/v1/sessions/{session.id}/{verb}?wait=4",
+                f"/v1/sessions/{session.id}/{verb}?wait=2",
                 None if verb != "fork" else {"n": 1},
             )
             if answer.status == 202:
@@ -476,7 +476,7 @@ def test_c21_a_renewed_deadline_holds(server: ServerProcess) -> None:
     answer that shows a later deadline it is never put away before."""
     client = server.client()
     sessions = [client.sessions.create(policy={"idle_timeout": 1.0}) for _ in range(3)]
-    end = time.monotonic() + 6
+    end = time.monotonic() + 4
     promised: dict[str, float] = {}
     while time.monotonic() < end:
         for session in sessions:
