@@ -34,6 +34,17 @@ def standing(info: NodeInfo) -> str:
     return serves if info.state == "ready" else f"{serves}, {info.state}"
 
 
+def in_use(info: NodeInfo) -> tuple[object, str, str]:
+    """What of a node is in use, as long as it tells."""
+    if info.lease_left <= 0:
+        return "", "", ""
+    return (
+        info.used.sessions,
+        f"{info.used.cpus:g}/{info.capacity.cpus:g}",
+        f"{size(info.used.memory_bytes)}/{size(info.capacity.memory_bytes)}",
+    )
+
+
 @node.command("ls", help="List the nodes.")
 @json_option
 def list_nodes(as_json: bool) -> None:
@@ -46,9 +57,7 @@ def list_nodes(as_json: bool) -> None:
                 (
                     one.name,
                     standing(one),
-                    one.used.sessions,
-                    f"{one.used.cpus:g}/{one.capacity.cpus:g}",
-                    f"{size(one.used.memory_bytes)}/{size(one.capacity.memory_bytes)}",
+                    *in_use(one),
                     " ".join(filter(None, [labels_text(one.labels), *one.taints])),
                     one.address,
                     one.id,
