@@ -34,7 +34,7 @@ class Connection:
 
     async def notifies(self) -> Any:
         for payload in self._notices:
-            yield types.SimpleNamespace(payload=payload)
+            yield types.SimpleNamespace(payload=payload, channel="sojourn_events")
         await asyncio.Event().wait()
 
 

@@ -18,7 +18,7 @@ IntegrityError (the database file is damaged) and Unreachable (it is locked or g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from sojourn.database.records import (
@@ -59,6 +59,14 @@ class Database(Protocol):
 
     def fence(self, fence: Fence) -> None:
         """From now on all changes are made in the name of this incarnation of a node."""
+
+    def tell_node(self, node: str, session: str) -> None:
+        """Tell a node's process that it should look at a session. A hint: it may be lost, and is
+        where several processes cannot hear each other."""
+
+    def hear_node(self, node: str, heard: Callable[[str | None], None]) -> None:
+        """From now on call `heard` on the loop with the sessions that this node is told of; None:
+        with anything that may have been missed."""
 
     # -- changes ----------------------------------------------------------------------------
     async def commit(self, writes: Sequence[Write], *, durable: bool = True) -> list[Any]:

@@ -151,6 +151,12 @@ class Signals(Protocol):
         """From now on call `heard` on the loop with what others tell; None: with anything that may
         have been missed."""
 
+    def tell_node(self, node: str, session: str) -> None:
+        """See `Database.tell_node`."""
+
+    def hear_node(self, node: str, heard: Callable[[str | None], None]) -> None:
+        """See `Database.hear_node`."""
+
     async def own(self) -> None:
         """See `Database.own`."""
 

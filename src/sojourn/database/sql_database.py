@@ -11,7 +11,7 @@ import base64
 import binascii
 import random
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from sojourn.database import writes
@@ -100,6 +100,14 @@ class SqlDatabase(Accounts, DurabilityRows, SecretRows, EffectRows, NodeRows):
     async def own(self) -> None:
         if self._engine.signals is not None:
             await self._engine.signals.own()
+
+    def tell_node(self, node: str, session: str) -> None:
+        if self._engine.signals is not None and not self._closed:
+            self._engine.signals.tell_node(node, session)
+
+    def hear_node(self, node: str, heard: Callable[[str | None], None]) -> None:
+        if self._engine.signals is not None and not self._closed:
+            self._engine.signals.hear_node(node, heard)
 
     # -- changes ----------------------------------------------------------------------------
     async def commit(self, items: Sequence[writes.Write], *, durable: bool = True) -> list[Any]:

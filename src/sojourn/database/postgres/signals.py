@@ -8,6 +8,9 @@ every follower reads again, for what was told meanwhile was not heard.
 The server that owns the database holds a lock that PostgreSQL lets go of with its connection, so
 that a second one is refused, also from another machine. One that lost its connection takes the lock
 again; where another server was first, it changes nothing any more.
+
+A node hears what is told to it alone, on a channel of its own; of sessions' logs it hears only once
+somebody follows one here.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import psycopg
+from psycopg import sql
 
 from sojourn.database.postgres.connections import CONTEXT, Connection
 from sojourn.database.postgres.failures import away, is_lost, translate
@@ -42,6 +46,12 @@ SELECT set_config('tcp_keepalives_idle', '10', FALSE),
 """So that the lock of a machine that vanished is let go of."""
 
 Heard = Callable[[Collection[str] | None], None]
+_EVENTS = "sojourn_events"
+
+
+def _channel(node: str) -> str:
+    """Where a node is told something. Names of channels have at most 63 bytes."""
+    return f"sojourn_node_{node}"[:63]
 
 
 class PostgresSignals:
@@ -66,6 +76,7 @@ class PostgresSignals:
         self._listener: asyncio.Task[None] | None = None
         self._heard: Heard | None = None
         self._owned: asyncio.Future[None] | None = None
+        self._node: tuple[str, Callable[[str | None], None]] | None = None
 
     # -- telling ----------------------------------------------------------------------------
     def announce(self, sessions: Collection[str]) -> None:
@@ -81,24 +92,47 @@ class PostgresSignals:
             " ".join([self._me, *grown[start : start + _PAYLOAD]])
             for start in range(0, len(grown), _PAYLOAD)
         ]
-        task = self._loop.create_task(self._notify(texts))
+        self._soon(lambda statements: _announce(statements, texts))
+
+    def tell_node(self, node: str, session: str) -> None:
+        hint = {"channel": _channel(node), "payload": session}
+        self._soon(lambda statements: statements.run("hint", hint))
+
+    def _soon(self, work: Callable[[PostgresStatements], object]) -> None:
+        task = self._loop.create_task(self._notify(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _notify(self, texts: list[str]) -> None:
-        def work(connection: Connection) -> None:
-            for text in texts:
-                PostgresStatements(connection).run("announce", {"payload": text})
+    async def _notify(self, work: Callable[[PostgresStatements], object]) -> None:
+        def run(connection: Connection) -> None:
+            work(PostgresStatements(connection))
 
         try:
-            await self._reader.run(work)
+            await self._reader.run(run)
         except SojournError as error:
-            log.debug("followers elsewhere read a little later: %s", error)
+            log.debug("others look a little later: %s", error)
 
     # -- hearing ----------------------------------------------------------------------------
     def listen(self, heard: Heard) -> None:
         self._heard = heard
+        self._begin_again()
+
+    def hear_node(self, node: str, heard: Callable[[str | None], None]) -> None:
+        self._node = (_channel(node), heard)
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Listen to what is wanted by now. Who owns the database hears all there is already."""
+        if self._listener is not None and self._node is not None and self._owned is None:
+            self._listener.cancel()
+            self._tasks.add(self._listener)
+            self._listener.add_done_callback(self._tasks.discard)
+            self._listener = None
         self._begin()
+
+    def _channels(self) -> list[str]:
+        found = [self._node[0]] if self._node is not None else []
+        return [*found, *([_EVENTS] if self._node is None or self._heard is not None else [])]
 
     async def own(self) -> None:
         if self._owned is None:
@@ -124,12 +158,18 @@ class PostgresSignals:
                     autocommit=True, context=CONTEXT, **self._place.settings
                 )
                 async with connection:
-                    await connection.execute("LISTEN sojourn_events")
+                    for channel in self._channels():
+                        await connection.execute(
+                            sql.SQL("LISTEN {}").format(sql.Identifier(channel))
+                        )
                     if self._owned is not None:
                         await self._take(connection)
                     losses = 0
                     self._tell_heard(None)
                     async for notice in connection.notifies():
+                        if notice.channel != _EVENTS:
+                            self._tell_node_heard(notice.payload)
+                            continue
                         sender, *sessions = notice.payload.split()
                         if sender != self._me:
                             self._tell_heard(sessions)
@@ -162,6 +202,12 @@ class PostgresSignals:
     def _tell_heard(self, sessions: Collection[str] | None) -> None:
         if self._heard is not None:
             self._heard(sessions)
+        if sessions is None:
+            self._tell_node_heard(None)
+
+    def _tell_node_heard(self, session: str | None) -> None:
+        if self._node is not None:
+            self._node[1](session)
 
     async def _take(self, connection: psycopg.AsyncConnection[Any]) -> None:
         await connection.execute(_KEEPALIVES)
@@ -198,3 +244,8 @@ class PostgresSignals:
         if tasks:
             await asyncio.wait(tasks)
         self._listener = None
+
+
+def _announce(statements: PostgresStatements, texts: list[str]) -> None:
+    for text in texts:
+        statements.run("announce", {"payload": text})

@@ -104,6 +104,8 @@ class Migration:
         else:
             node = await self.pick(session)
         await run.step("target", target=node.id, was=str(session.state), began=time.time())
+        # It may bring what is sent meanwhile.
+        self._context.database.tell_node(node.id, session.id)
         return node.id
 
     async def pick(self, session: Session) -> Node:
@@ -258,6 +260,7 @@ class Migration:
         handed = results[-1]
         assert isinstance(handed, Session)
         self._context.registry.leave(active, handed)
+        self._context.database.tell_node(target, session.id)
         log.info("session %s is handed over to node %s", session.id, target)
 
     async def _stay(self, run: Run, error: SojournError) -> None:

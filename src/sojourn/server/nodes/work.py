@@ -70,6 +70,7 @@ class NodeWork:
 
     def start(self) -> None:
         """Begin."""
+        self._context.database.hear_node(self._node.id, self._told)
         self._tasks = [
             asyncio.create_task(self._look(), name="operations handed over"),
             asyncio.create_task(self._now_and_then(_TIDY_SECONDS, self._tidy)),
@@ -86,6 +87,12 @@ class NodeWork:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- looking ----------------------------------------------------------------------------
+
+    def _told(self, session: str | None) -> None:
+        """Another node sends a session here, or something was missed."""
+        self._node.hint.set()
+        if session is not None:
+            self.fetch_soon(session, None)
 
     async def _look(self) -> None:
         while True:

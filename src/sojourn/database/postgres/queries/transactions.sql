@@ -31,3 +31,6 @@ DELETE FROM commits WHERE id < :before;
 
 -- name: announce
 SELECT pg_notify('sojourn_events', :payload);
+
+-- name: hint
+SELECT pg_notify(:channel, :payload);
