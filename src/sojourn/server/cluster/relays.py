@@ -181,15 +181,15 @@ class Relay:
 
     async def _pass(self, request: h11.Request) -> None:
         headers: Headers = list(request.headers)
-        wanted = requests.read_request(request.target, headers, self._domain)
-        if wanted is None:
-            raise _UNKNOWN
         bare = not any(
             key == b"transfer-encoding" or (key == b"content-length" and value != b"0")
             for key, value in headers
         )
         if bare:
-            await self._event(HEAD_SECONDS)  # its end
+            await self._event(HEAD_SECONDS)  # its end, so that an answer ends the exchange
+        wanted = requests.read_request(request.target, headers, self._domain)
+        if wanted is None:
+            raise _UNKNOWN
         sent = h11.Request(
             method=request.method,
             target=request.target,
