@@ -61,5 +61,5 @@ bench: setup ## Measure, next to the bare runtime (BENCH_ARGS to pick)
 
 clean: ## Remove what was built in this tree (SOJOURN_HOME and data are kept)
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	rm -rf supervisor/build
+	rm -rf supervisor/build tests/js/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
