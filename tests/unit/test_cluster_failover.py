@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sojourn.database import open_database
+from sojourn.database.records import SnapshotRecord
+from sojourn.database.writes import InsertSnapshot, UpdateSession
+from sojourn.model import SessionState
 from sojourn.model.nodes import FailedOver, Node, Resources
+from sojourn.model.snapshots import SnapshotKind
 from sojourn.server.cluster.failover import Failover, Guard
+from support.cluster_rig import cluster
 
 LEASE = 15.0
 EVERY = 1.0
@@ -101,5 +107,49 @@ def test_sessions_of_a_lost_node_are_taken_and_told(tmp_path: Path) -> None:
             assert told == []
         finally:
             await database.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_session_that_runs_and_that_nobody_holds_is_put_away(
+    tmp_path: Path, durable: bool
+) -> None:
+    async def work() -> None:
+        async with cluster(tmp_path, 0) as found:
+            database = found.database
+            session = await found.session(None, state="suspended")
+            snapshot = SnapshotRecord(
+                id="snp_1",
+                session=session.id,
+                tenant=session.tenant,
+                parent=None,
+                kind=SnapshotKind.AUTO,
+                label=None,
+                created_at=1.0,
+                fingerprint="f",
+                has_memory=False,
+                memory_bytes=0,
+                layer_bytes=0,
+                layers=[],
+                image=None,
+                durable_at=1.0 if durable else None,
+            )
+            changes = {"head": "snp_1", "state": SessionState.RUNNING, "sandbox": "sbx_1"}
+            update = UpdateSession(session.id, {SessionState.SUSPENDED}, session.epoch, changes)
+            await database.commit([InsertSnapshot(snapshot), update])
+            failover = Failover(database, lease=1.0)
+            seen = await failover.sweep({})
+            assert seen == {session.id: session.epoch}
+            assert (await database.get_session(None, session.id)).state == "running"
+            await failover.sweep(seen)
+            now = await database.get_session(None, session.id)
+            assert now.state == ("suspended" if durable else "failed")
+            assert (now.head, now.sandbox, now.epoch) == ("snp_1", None, session.epoch + 1)
+            assert "no node held it" in str(now.cause)
+            assert [one.kind for one in await database.list_events(session.id)] == [
+                "session.unheld"
+            ]
+            assert await failover.sweep(seen) == {}
 
     asyncio.run(work())

@@ -10,14 +10,22 @@ ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from sojourn.database.base import Database
-from sojourn.errors import SojournError
+from sojourn.database.writes import AppendEvent, UpdateSession
+from sojourn.errors import (
+    SessionNotFound,
+    SnapshotNotFound,
+    SojournError,
+    StaleEpoch,
+    WrongState,
+)
 from sojourn.model.nodes import FailedOver, Node
-from sojourn.model.sessions import SessionState
+from sojourn.model.sessions import Session, SessionState
 from sojourn.telemetry import declared
 
 log = logging.getLogger(__name__)
@@ -146,15 +154,60 @@ class Failover:
         return count
 
     async def _sweep(self) -> None:
-        """Say of sessions that nobody holds and that should be held: the protocol leaves none."""
+        """Look after sessions that run as far as the database knows, and that no node holds. The
+        protocol leaves none; a database that was one machine's before may have some."""
+        seen: dict[str, int] = {}
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             try:
-                page = await self._database.list_sessions(
-                    None, states=_ODD, holder="", limit=20, kind=None
-                )
+                seen = await self.sweep(seen)
             except SojournError as error:
-                log.debug("odd sessions cannot be looked for: %s", error)
-                continue
-            for session in page.items:
-                log.error("session %s is %s and no node holds it", session.id, session.state)
+                log.warning("sessions that nobody holds cannot be looked after: %s", error)
+
+    async def sweep(self, seen: Mapping[str, int]) -> dict[str, int]:
+        """Put those away that were seen before, at the same epoch; what is seen now."""
+        page = await self._database.list_sessions(
+            None, states=_ODD, holder="", limit=_BATCH, kind=None
+        )
+        for session in page.items:
+            if seen.get(session.id) == session.epoch:
+                with contextlib.suppress(StaleEpoch, WrongState, SessionNotFound):
+                    await self._put_away(session)
+        return {session.id: session.epoch for session in page.items}
+
+    async def _put_away(self, session: Session) -> None:
+        """Have it be where the object store has it, so that any node takes it."""
+        head = await self._durable(session.head)
+        cause = f"no node held it while it was {session.state}"
+        state = SessionState.SUSPENDED if head is not None else SessionState.FAILED
+        changes = {
+            "state": state,
+            "head": head or session.head,
+            "sandbox": None,
+            "node": None,
+            "cause": cause,
+            "epoch": session.epoch + 1,
+        }
+        update = UpdateSession(session.id, {session.state}, session.epoch, changes)
+        event = AppendEvent(
+            session=session.id,
+            kind="session.unheld",
+            result=str(state),
+            details={"head_before": session.head, "head": head},
+            before=session.head,
+            after=head or session.head,
+        )
+        await self._database.commit([update, event])
+        log.error("session %s: %s; it is %s now", session.id, cause, state)
+
+    async def _durable(self, head: str | None) -> str | None:
+        """The newest snapshot on a line that the object store has."""
+        while head is not None:
+            try:
+                record = await self._database.get_snapshot(None, head, hidden=True)
+            except SnapshotNotFound:
+                return None
+            if record.durable_at is not None:
+                return head
+            head = record.parent
+        return None
