@@ -6,12 +6,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from sojourn import Interrupted, InvalidRequest, Sojourn, SojournError, Unreachable
 from sojourn.client import core
 from sojourn.client.streams import JOINED_BYTES, Head
 from sojourn.client.transport import Transport, content_of
+from sojourn.errors import NodeUnavailable
 
 Serve = Callable[[list[bytes]], "Scripted"]
 
@@ -85,6 +87,32 @@ def test_a_command_is_not_repeated(serve: Serve) -> None:
         transport.send(core.Request(b"POST", "/v1/x", content=b"x"))
     assert len(server.requests) == 1
     transport.close()
+
+
+def moved(code: str, **details: str) -> bytes:
+    body = {"code": code, "message": "m", "next_step": "", "details": details}
+    return answer(msgspec.json.encode(body), 503)
+
+
+def test_what_may_be_repeated_is_when_its_node_is_lost(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "MOVED_DELAYS", (0.0, 0.0))
+    lost, away = moved("interrupted", node="nod_a"), moved("node_unavailable")
+    server = serve([lost, away, answer(b"[]")])
+    assert Sojourn(server.url, "token").tokens.list() == []
+    assert len(server.requests) == 3
+    # Not for ever; not what went under for another reason; not what would be done twice.
+    server = serve([away] * 3)
+    with pytest.raises(NodeUnavailable):
+        Sojourn(server.url, "token").tokens.list()
+    assert len(server.requests) == 3
+    server = serve([moved("interrupted")])
+    with pytest.raises(Interrupted):
+        Sojourn(server.url, "token").tokens.list()
+    server = serve([lost])
+    with pytest.raises(Interrupted):
+        Sojourn(server.url, "token").tokens.create("acme")
 
 
 def test_head_and_body_travel_together(serve: Serve) -> None:

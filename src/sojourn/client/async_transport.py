@@ -55,19 +55,23 @@ class AsyncTransport:
 
     async def send(self, request: core.Request) -> core.Response:
         """Send one request and read its whole answer."""
-        attempt = 0
+        attempt = moved = 0
         while True:
             response = await self._open(request, attempt)
             try:
-                return core.Response(response.status, await response.aread())
+                whole = core.Response(response.status, await response.aread())
+                delay = core.moved_delay(request, whole, moved)
+                if delay is None:
+                    return whole
+                moved += 1
             except FAILURES as error:
                 delay = core.retry_delay(request, attempt, sent=True)
                 if delay is None:
                     raise core.unreachable(self.url, error, sent=True) from error
+                attempt += 1
             finally:
                 await response.aclose()
             await asyncio.sleep(delay)
-            attempt += 1
 
     async def stream(self, source: Source[T]) -> AsyncIterator[T]:
         """The items of a stream, taken up again when the connection is lost."""

@@ -22,6 +22,7 @@ from sojourn.errors import (
     ErrorBody,
     Interrupted,
     InvalidRequest,
+    NodeUnavailable,
     SojournError,
     Unreachable,
     from_body,
@@ -38,6 +39,8 @@ DURABLE = "durable"
 DURABLE_SECONDS = 1300.0  # the server waits up to 600 s for the operation, then for the store
 """How long the server is asked to wait in one request."""
 RETRY_DELAYS = (0.05, 0.2, 0.5)
+MOVED_DELAYS = (0.2, 1.0, 3.0, 5.0, 10.0)
+"""Before a request is sent again whose session moves between nodes."""
 
 JSON_TYPE = (b"content-type", b"application/json")
 OCTETS_TYPE = (b"content-type", b"application/octet-stream")
@@ -107,6 +110,18 @@ def retry_delay(request: Request, attempt: int, *, sent: bool) -> float | None:
     if sent and not (request.repeatable and isinstance(request.content, bytes)):
         return None
     return RETRY_DELAYS[attempt]
+
+
+def moved_delay(request: Request, response: Response, attempt: int) -> float | None:
+    """Seconds before a request is sent again whose node was lost or not reached, as a server of a
+    cluster says; None: its answer counts. Only what may be repeated is."""
+    if response.status != 503 or attempt >= len(MOVED_DELAYS):
+        return None
+    if not (request.repeatable and isinstance(request.content, bytes)):
+        return None
+    error = error_of(response.status, response.body)
+    lost = isinstance(error, Interrupted) and "node" in error.details
+    return MOVED_DELAYS[attempt] if lost or isinstance(error, NodeUnavailable) else None
 
 
 def unreachable(url: str, cause: BaseException, *, sent: bool) -> SojournError:

@@ -56,19 +56,23 @@ class Transport:
 
     def send(self, request: core.Request) -> core.Response:
         """Send one request and read its whole answer."""
-        attempt = 0
+        attempt = moved = 0
         while True:
             response = self._open(request, attempt)
             try:
-                return core.Response(response.status, response.read())
+                whole = core.Response(response.status, response.read())
+                delay = core.moved_delay(request, whole, moved)
+                if delay is None:
+                    return whole
+                moved += 1
             except FAILURES as error:
                 delay = core.retry_delay(request, attempt, sent=True)
                 if delay is None:
                     raise core.unreachable(self.url, error, sent=True) from error
+                attempt += 1
             finally:
                 response.close()
             time.sleep(delay)
-            attempt += 1
 
     def stream(self, source: Source[T]) -> Iterator[T]:
         """The items of a stream, taken up again when the connection is lost."""
