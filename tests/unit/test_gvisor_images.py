@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from sojourn.node.isolation.gvisor_images import STATE, image_to_restore, removed_registrations
+from sojourn.node.isolation.gvisor_images import (
+    STATE,
+    Findings,
+    image_to_restore,
+    removed_registrations,
+)
 
 UINT, NIL, REF, STRING, MAP, STRUCT, FIELDS, TYPE = 2, 5, 6, 7, 10, 11, 13, 17
 OBJECTS = 1 << 63
@@ -102,7 +108,7 @@ def test_removed_registrations_are_muted_and_nothing_else(tmp_path: Path, most: 
     image.mkdir()
     (image / STATE).write_bytes(raw)
     (image / "pages.img").write_bytes(b"pages")
-    source = image_to_restore(image, tmp_path / "room")
+    source = image_to_restore(image, tmp_path / "room", Findings())
     assert source == tmp_path / "room" and (image / STATE).read_bytes() == raw
     assert (source / "pages.img").read_bytes() == b"pages"
     changed = (source / STATE).read_bytes()
@@ -117,7 +123,7 @@ def test_removed_registrations_are_muted_and_nothing_else(tmp_path: Path, most: 
 def test_an_image_with_none_is_restored_as_it_is(tmp_path: Path) -> None:
     stream = graph((1, registration(3, 25)), (2, interest({3: 1})))
     (tmp_path / STATE).write_bytes(file(stream, lambda: 1))
-    assert image_to_restore(tmp_path, tmp_path / "room") == tmp_path
+    assert image_to_restore(tmp_path, tmp_path / "room", Findings()) == tmp_path
     assert not (tmp_path / "room").exists()
 
 
@@ -138,5 +144,30 @@ def test_what_is_not_as_expected_is_restored_as_it_is_and_keeps_nobody_busy(tmp_
         forged.append(bytes(damaged))
     for index, one in enumerate(forged):
         (tmp_path / STATE).write_bytes(one)
-        source = image_to_restore(tmp_path, tmp_path / str(index))
+        source = image_to_restore(tmp_path, tmp_path / str(index), Findings())
         assert source == tmp_path or len((source / STATE).read_bytes()) == len(one)
+
+
+def test_an_image_is_read_once_however_many_restore_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+
+    def read(raw: bytes) -> list[list[int]]:
+        reads.append(len(raw))
+        return removed_registrations(raw)
+
+    monkeypatch.setattr("sojourn.node.isolation.gvisor_images.removed_registrations", read)
+    (tmp_path / STATE).write_bytes(file(STREAM, lambda: 1))
+    findings = Findings()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: findings.of(tmp_path / STATE), range(32)))
+    assert all(one == found[0] for one in found) and len(found[0]) == 2
+    assert len(reads) == 1
+    # Another file in its place is another image; what cannot be read is not remembered.
+    (tmp_path / "other").write_bytes(b"gVisorSF")
+    (tmp_path / "other").replace(tmp_path / STATE)
+    for _ in range(2):
+        with pytest.raises((LookupError, ValueError)):
+            findings.of(tmp_path / STATE)
+    assert len(reads) == 3

@@ -97,6 +97,7 @@ class GVisorDriver:
             found.add(Capability.HARD_LIMITS)
         self.capabilities = frozenset(found)
         self._supervisors = gvisor_host.Supervisors(self._state / "supervisors")
+        self._findings = gvisor_images.Findings()
         self._guard = threading.Lock()
         self._locks: dict[str, threading.RLock] = {}
 
@@ -125,7 +126,7 @@ class GVisorDriver:
         room = spec.directory / "driver" / "image"
         shutil.rmtree(room, ignore_errors=True)
         try:
-            return gvisor_images.image_to_restore(image, room)
+            return gvisor_images.image_to_restore(image, room, self._findings)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFull(f"no room to restore {spec.sandbox}: {error}") from error

@@ -20,7 +20,9 @@ from __future__ import annotations
 import bisect
 import logging
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ STATE = "checkpoint.img"
 _MAGIC = b"gVisorSF"
 _DIGEST_SIZE = 32
 _MOST_BYTES = 32 << 20
+_MOST_KNOWN = 64
 _OBJECTS = 1 << 63  # of a length: it counts objects
 # Nearly all pieces are of one byte; a row of these is taken at once.
 _SINGLE = re.compile(rb"(?:\x00\x00\x00\x01[\x00-\xff])+")
@@ -71,17 +74,48 @@ class _Value(NamedTuple):
     parts: list[Any]
 
 
-def image_to_restore(image: Path, room: Path) -> Path:
+class Findings:
+    """What was found in images that were read not long ago: many sandboxes may be restored from one
+    at once, and to read it takes tens of milliseconds of a processor."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[int, ...], Future[list[list[int]]]] = {}
+
+    def of(self, file: Path) -> list[list[int]]:
+        """`removed_registrations` of a file, which is read once however many ask. Raises what that
+        raises, and OSError."""
+        found = file.stat()
+        # What is in the file of an image never changes; another one in its place is another file.
+        key = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        with self._lock:
+            known = self._known.get(key)
+            mine = known is None
+            if known is None:
+                while len(self._known) >= _MOST_KNOWN:
+                    del self._known[next(iter(self._known))]
+                known = self._known[key] = Future()
+        if mine:
+            try:
+                known.set_result(removed_registrations(file.read_bytes()))
+            except BaseException as error:
+                with self._lock:
+                    self._known.pop(key, None)
+                known.set_exception(error)
+        return known.result()
+
+
+def image_to_restore(image: Path, room: Path, findings: Findings) -> Path:
     """The directory to restore from: the image, or one in `room` that differs from it in what must
     not come back. Raises OSError."""
-    raw = (image / STATE).read_bytes()
     try:
-        places = removed_registrations(raw)
+        places = findings.of(image / STATE)
     except (LookupError, ValueError, RecursionError) as error:
         log.warning("%s is not read to its end (%s) and restored as it is", image / STATE, error)
         return image
     if not places:
         return image
+    raw = (image / STATE).read_bytes()
     changed = bytearray(raw)
     for row in places:
         for place in row:
