@@ -13,7 +13,9 @@ import pytest
 from sojourn.client import core, core_commands, core_files, core_sessions
 from sojourn.errors import (
     CaptureFailed,
+    Interrupted,
     InvalidRequest,
+    SessionElsewhere,
     SessionNotFound,
     SojournError,
     Unreachable,
@@ -171,6 +173,28 @@ def test_taking_up_ends_when_nothing_comes() -> None:
         tries += 1
         assert tries <= core_commands.MAX_REATTACH
     assert tries == core_commands.MAX_REATTACH
+
+
+def test_a_stream_follows_its_session_to_another_node() -> None:
+    moved = Interrupted("it moves")
+    moved.details["moved"] = True
+    running = source(body=b"{}")
+    running.request()
+    running.feed(stream.encode_started(stream.Started(7, 70)))
+    piece = stream.encode_output(Output(1, 0, b"abc"))
+    assert running.feed(piece + stream.encode_error(moved)) == [Output(1, 0, b"abc")]
+    assert not running.ended() and running.take_up()
+    assert "/processes/7/output?stdout=3" in running.request().target
+    # Any other end is told.
+    with pytest.raises(Interrupted):
+        running.feed(stream.encode_error(Interrupted("it was paused")))
+    # One that waited for a session that left has begun nothing: it is asked again, once.
+    waiting = source(body=b"{}")
+    waiting.request()
+    assert waiting.feed(stream.encode_error(SessionElsewhere("it is elsewhere"))) == []
+    assert not waiting.ended() and waiting.take_up()
+    assert waiting.request().method == b"POST"
+    assert not waiting.take_up()
 
 
 def test_results() -> None:

@@ -28,7 +28,7 @@ from sojourn.client.core import (
     query_text,
     session_path,
 )
-from sojourn.errors import Interrupted, InvalidRequest, SojournError
+from sojourn.errors import Interrupted, InvalidRequest, SessionElsewhere, SojournError
 from sojourn.wire import stream
 from sojourn.wire.api import (
     ExecRequest,
@@ -152,10 +152,12 @@ class FrameSource:
         self._decoder = stream.FrameDecoder()
         self._done = False
         self._reattached = 0
+        self._not_begun = False
 
     def request(self) -> Request:
         """Exec first, the process's output from the offsets reached afterwards."""
         self._decoder = stream.FrameDecoder()
+        self._not_begun = False
         if self.process is None:
             target = f"{session_path(self._ref)}/exec"
             return Request(b"POST", target, _EXEC_HEADERS, self._body or b"", STREAM_SECONDS)
@@ -179,6 +181,9 @@ class FrameSource:
             elif isinstance(frame, stream.Ended):
                 self._done = True
                 items.append(frame)
+            elif isinstance(frame, SessionElsewhere):
+                self._not_begun = True  # it moved while this waited for it: ask again
+                break
             elif frame.details.get("moved") and self.process is not None:
                 break  # the session goes on elsewhere, and so does this stream
             else:
@@ -194,9 +199,10 @@ class FrameSource:
         return self._done
 
     def take_up(self) -> bool:
-        """A started process is found again by its id."""
+        """A started process is found again by its id; what was not begun can begin anew."""
         self._reattached += 1
-        return self.process is not None and self._reattached <= MAX_REATTACH
+        known = self.process is not None or self._not_begun
+        return known and self._reattached <= MAX_REATTACH
 
 
 class Collector:
