@@ -120,8 +120,7 @@ class GVisorDriver:
             command = ["restore", "-detach", "-image-path", os.fspath(source)]
             self._launch(spec, supervisor, command, _RESTORE_TIMEOUT)
 
-    @staticmethod
-    def _mended(spec: SandboxSpec, image: Path) -> Path:
+    def _mended(self, spec: SandboxSpec, image: Path) -> Path:
         """What to restore of an image: itself, or what differs from it where it has to."""
         room = spec.directory / "driver" / "image"
         shutil.rmtree(room, ignore_errors=True)

@@ -98,7 +98,7 @@ class Findings:
         if mine:
             try:
                 known.set_result(removed_registrations(file.read_bytes()))
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - others wait for it
                 with self._lock:
                     self._known.pop(key, None)
                 known.set_exception(error)
