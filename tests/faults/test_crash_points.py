@@ -26,9 +26,9 @@ from sojourn.server.branches import Branches
 from sojourn.server.verbs import Verbs
 from support.counting import COUNTER
 from support.durable import REPLICATION_POINTS  # tests/faults/test_replication_crashes.py
-from support.node_process import MIGRATION_POINTS  # tests/faults/test_node_crashes.py
 from support.histories_machine import Machine, await_true
 from support.images import MadeImage, layer, member
+from support.node_process import MIGRATION_POINTS  # tests/faults/test_node_crashes.py
 from support.servers import ServerProcess, eventually
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(120)]
