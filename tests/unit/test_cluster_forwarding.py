@@ -10,7 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sojourn.errors import CapacityExhausted, ErrorBody, SessionElsewhere, SojournError
+from sojourn.errors import (
+    CapacityExhausted,
+    ErrorBody,
+    NodeUnavailable,
+    SessionElsewhere,
+    SojournError,
+)
 from sojourn.model.nodes import Resources
 from support.cluster_rig import GIB, Asked, Cluster, cluster, lease, says_its_name
 
@@ -206,6 +212,63 @@ def test_a_node_that_is_full_after_all_is_passed_over(run: Callable[..., None]) 
         assert {len(node.got) for node in found.nodes} == {1}
 
     run(work, patience=0.2)
+
+
+def test_a_node_without_its_lease_is_waited_for(run: Callable[..., None]) -> None:
+    async def work(found: Cluster) -> None:
+        node, other = found.nodes
+        session = await found.session(node.id)
+        away = NodeUnavailable("no lease", node=node.id)
+        asked = 0
+
+        async def does(one: Asked) -> None:
+            nonlocal asked
+            asked += 1
+            await (one.fail(away) if asked <= 3 else one.answer(b"here"))
+
+        node.does = does
+        status, _, body = await found.request("POST", f"/v1/sessions/{session.id}/exec", b"{}")
+        assert (status, body, asked) == (200, b"here", 4)
+        # What another one can answer is not waited for.
+        asked = 0
+        for _ in range(3):
+            status, _, body = await found.request("GET", "/v1/templates")
+            assert (status, body) == (200, other.id.encode())
+
+    run(work)
+
+
+def test_what_a_verb_met_that_is_on_record_is_its_answer(run: Callable[..., None]) -> None:
+    async def work(found: Cluster) -> None:
+        node = found.nodes[0]
+        session = await found.session(node.id)
+        node.does = refuses(CapacityExhausted("full", operation="opr_1"))
+        status, _, body = await found.request("POST", f"/v1/sessions/{session.id}/resume", b"{}")
+        assert (status, error_of(body).details["operation"]) == (503, "opr_1")
+        assert len(node.got) == 1
+
+    run(work)
+
+
+def test_what_a_session_is_made_with_may_be_large(run: Callable[..., None]) -> None:
+    async def work(found: Cluster) -> None:
+        async def measures(asked: Asked) -> None:
+            await asked.answer(str(len(await asked.body())).encode())
+
+        for node in found.nodes:
+            node.does = measures
+        for size, status in ((4 << 20, 200), (9 << 20, 413)):
+            body = msgspec.json.encode({"env": {"A": "x" * size}})
+            got, _, answer = await found.request("POST", "/v1/sessions", body)
+            assert got == status
+            if status == 200:
+                assert int(answer) == len(body)
+            else:
+                assert error_of(answer).code == "too_large"
+        got, _, answer = await found.request("POST", "/v1/sessions", b'{"limits": "what"}')
+        assert (got, answer) == (200, b"18")  # the node says what is wrong with it
+
+    run(work)
 
 
 # -- streams ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from sojourn import faultpoints
 from sojourn.database.records import Operation
 from sojourn.database.writes import AppendEvent, FinishOperation, Write
 from sojourn.errors import (
+    CapacityExhausted,
     Conflict,
     HostUnfit,
     IdempotencyMismatch,
@@ -39,6 +40,7 @@ from sojourn.server.registry import GATE_SECONDS, ActiveSession
 
 log = logging.getLogger(__name__)
 
+_PLACING = frozenset({"create", "resume"})
 _RETRY_SECONDS = 2.0
 _LOOK_FIRST, _LOOK_MOST = 0.05, 1.0  # at an operation that another node runs
 
@@ -120,6 +122,16 @@ class Operations:
         """More verbs."""
         self._bodies.update(bodies)
 
+    async def _require_room(self, active: ActiveSession, key: str | None) -> None:
+        """Refuse what would fail for want of room before it is on record: elsewhere it may yet be
+        done, under the same key. Raises CapacityExhausted."""
+        session = active.session
+        try:
+            self._context.require_room(session.limits, but=session.id)
+        except CapacityExhausted:
+            if key is None or not await self._context.database.keyed_operation(session.tenant, key):
+                raise
+
     async def begin(
         self,
         who: Principal,
@@ -136,9 +148,11 @@ class Operations:
 
         Verbs on one session are serialised: this waits for the one before.
         Raises SessionBusy when that takes longer than a minute, IdempotencyMismatch,
-        SessionElsewhere, NodeUnavailable.
+        SessionElsewhere, NodeUnavailable, CapacityExhausted.
         """
         self._context.require_lease()
+        if verb in _PLACING:
+            await self._require_room(active, key)
         deadline = asyncio.get_running_loop().time() + GATE_SECONDS
         while True:
             try:

@@ -1,8 +1,9 @@
 """A request's body on its way through a server.
 
-Guarantee: it is passed on as it comes, never faster than it is taken; of it no more than KEPT_BYTES
-is kept, so that a request which a node has refused can be sent to another. When the client leaves
-before its end, whoever reads it learns that, so that no half body passes for a whole one.
+Guarantee: it is passed on as it comes, never faster than it is taken; of it a bounded part is kept
+(KEPT_BYTES unless more is asked for), so that a request which a node has refused can be sent to
+another. When the client leaves before its end, whoever reads it learns that, so that no half body
+passes for a whole one.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ class ClientLeft(Exception):
 class Body:
     """One body."""
 
-    def __init__(self, headers: Mapping[bytes, bytes], receive: Receive) -> None:
+    def __init__(
+        self, headers: Mapping[bytes, bytes], receive: Receive, keep: int = KEPT_BYTES
+    ) -> None:
         self._receive = receive
+        self._keep = keep
         self._kept: list[bytes] = []
         self._size = 0
         self._replayable = True
@@ -45,7 +49,7 @@ class Body:
         self.complete = not message.get("more_body", False)
         piece = bytes(message.get("body", b""))
         self._size += len(piece)
-        if self._replayable and self._size <= KEPT_BYTES:
+        if self._replayable and self._size <= self._keep:
             self._kept.append(piece)
         else:
             self._replayable = False
@@ -57,12 +61,12 @@ class Body:
         if not self.complete and not self._kept:
             await self._more()
 
-    async def whole(self, limit: int = KEPT_BYTES) -> bytes:
-        """All of it, where it is no more than fits; raises TooLarge, ClientLeft."""
-        while not self.complete:
+    async def whole(self) -> bytes:
+        """All of it, where it is no more than may be kept; raises TooLarge, ClientLeft."""
+        while not self.complete and self._replayable:
             await self._more()
-            if self._size > limit or not self._replayable:
-                raise TooLarge(f"the body is over {limit} bytes", limit=limit)
+        if not self._replayable:
+            raise TooLarge(f"the body is over {self._keep} bytes", limit=self._keep)
         return b"".join(self._kept)
 
     def content(self) -> bytes | AsyncIterator[bytes]:

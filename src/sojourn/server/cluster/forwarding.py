@@ -30,18 +30,19 @@ from sojourn.errors import (
 from sojourn.model.sessions import Limits
 from sojourn.server.base import Principal
 from sojourn.server.cluster import callers
-from sojourn.server.cluster.bodies import Body, ClientLeft
+from sojourn.server.cluster.bodies import KEPT_BYTES, Body, ClientLeft
 from sojourn.server.cluster.rooms import Rooms
 from sojourn.server.cluster.routing import Kind, Wanted
 from sojourn.server.cluster.targets import PATIENCE_SECONDS, Target, Targets, new_need
 from sojourn.server.cluster.upstream import Answer, Broken, Headers, NotSent, Upstream
+from sojourn.server.endpoints import MAX_JSON_BODY
 from sojourn.telemetry import tracing
 
 _WATCH_SECONDS = 0.02
 _ERROR_BYTES = 64 * 1024
-_JSON_BYTES = 1 << 20
 _TRIES = 6
 _AGAIN_SECONDS = 0.1
+_NODE_SECONDS = 0.5
 _LOOKED_AT = frozenset({409, 421, 503})
 _NOT_BEGUN = (SessionElsewhere, NodeFenced, NodeUnavailable, CapacityExhausted)
 """What a node says before it begins anything."""
@@ -97,7 +98,8 @@ class Exchange:
         self._wanted = wanted
         self._who = who
         self._tenant = None if who is None else who.tenant
-        self._body = Body(headers, receive)
+        keep = MAX_JSON_BODY if wanted.kind is Kind.PLACE else KEPT_BYTES
+        self._body = Body(headers, receive, keep)
         self._headers = _request_headers(self._scope["headers"], who)
         self._deadline = time.monotonic() + PATIENCE_SECONDS
         self._avoid: frozenset[str] = frozenset()
@@ -183,6 +185,8 @@ class Exchange:
                 return refused
             self.node = None
             _cancel(target)
+            if isinstance(refused, (NodeUnavailable, NodeFenced)):
+                tries -= 1  # it has no lease: until it has, or another one has its sessions
             last = tries >= _TRIES or not self._body.replayable
             if last or time.monotonic() >= self._deadline:
                 raise _told(refused)
@@ -211,9 +215,9 @@ class Exchange:
             not self._headers_value(b"content-type")
         ):
             try:
-                return msgspec.json.decode(await self._body.whole(_JSON_BYTES), type=_Making)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, SojournError):
-                pass  # the node says what is wrong with it
+                return msgspec.json.decode(await self._body.whole(), type=_Making)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                return _Making()  # the node says what is wrong with it
         return _Making()
 
     def _headers_value(self, name: bytes) -> bytes | None:
@@ -277,7 +281,11 @@ class Exchange:
                 None, str(session), wakes=True, deadline=deadline, avoid=self._avoid
             )
             return
-        await asyncio.sleep(_AGAIN_SECONDS)
+        away = isinstance(refused, (NodeUnavailable, NodeFenced))
+        if away and wanted.kind in (Kind.ANY, Kind.PLACE):
+            self._avoid |= {target.node.id}
+            return
+        await asyncio.sleep(_NODE_SECONDS if away else _AGAIN_SECONDS)
 
     # -- answering --------------------------------------------------------------------------
 
@@ -302,7 +310,9 @@ async def _refusal(answer: Answer) -> SojournError | Answer:
         error = from_body(msgspec.json.decode(body, type=ErrorBody))
     except msgspec.MsgspecError:
         return _Whole(answer, body)
-    return error if isinstance(error, _NOT_BEGUN) else _Whole(answer, body)
+    if isinstance(error, _NOT_BEGUN) and "operation" not in error.details:
+        return error
+    return _Whole(answer, body)  # also what a verb met that had begun and is on record
 
 
 class _Whole(Answer):
