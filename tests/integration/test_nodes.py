@@ -12,7 +12,7 @@ import pytest
 
 from sojourn.client import Sojourn
 from sojourn.database import Database
-from sojourn.errors import SessionElsewhere
+from sojourn.errors import SessionElsewhere, Unreachable
 from sojourn.model.nodes import FailedOver, NodeState
 from support.node_process import NodeProcess, with_database
 from support.node_rig import Rig, counted, node_rig, require_no_gap, start_counting
@@ -110,6 +110,43 @@ def test_without_its_lease_a_node_stands_still_and_goes_on_when_it_is_renewed(
     require_no_gap(session, process)
     assert rig.session(session.id).epoch == epoch
     session.delete()
+
+
+def test_an_outage_of_the_database_costs_time_and_nothing_else(
+    short: NodeProcess, rig: Rig
+) -> None:
+    session = short.client(rig.tenant).sessions.create()
+    process = start_counting(session)
+    eventually(lambda: len(counted(process)) > 5)
+    epoch = rig.session(session.id).epoch
+    rig.postgres.stop()
+    try:
+        eventually(lambda: stands_still(short))
+        assert short.ask("GET", "/node/health")[0] == 503
+        with pytest.raises(Unreachable):
+            session.exec("true")
+    finally:
+        rig.postgres.start()
+    eventually(lambda: short.ask("GET", "/node/health")[0] == 200)
+    require_no_gap(session, process)
+    assert rig.session(session.id).epoch == epoch
+    session.delete()
+
+
+def test_a_node_that_died_goes_on_when_it_starts_after_its_lease(
+    short: NodeProcess, rig: Rig
+) -> None:
+    session = short.client(rig.tenant).sessions.create()
+    process = start_counting(session)
+    eventually(lambda: len(counted(process)) > 5)
+    short.kill()
+    try:
+        eventually(lambda: stands_still(short))
+    finally:
+        short.start()
+    again = short.client(rig.tenant).sessions.get(session.id)
+    require_no_gap(again, again.process(process.id))
+    again.delete()
 
 
 def test_a_fenced_node_ends_its_sandboxes_and_its_sessions_go_on_elsewhere(

@@ -34,6 +34,7 @@ class Rig:
 
     def __init__(self, directory: Path, place: Path, postgres: PostgresServer) -> None:
         self.directory = directory
+        self.postgres = postgres
         self.database = postgres.url(postgres.create())
         self.store = place.as_uri()
         self.nodes: list[NodeProcess] = []
