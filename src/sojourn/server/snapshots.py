@@ -23,6 +23,7 @@ from sojourn.errors import (
     Conflict,
     IntegrityError,
     OutcomeUnknown,
+    SessionElsewhere,
     SnapshotNotFound,
     SojournError,
 )
@@ -423,6 +424,8 @@ class Snapshots:
                     await self._note_thinned(thinned)
             except SnapshotNotFound:
                 continue  # removed meanwhile
+            except SessionElsewhere:
+                return  # another node thins it
             over -= record.memory_bytes
             self.collect_soon()
 

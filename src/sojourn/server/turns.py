@@ -21,6 +21,7 @@ from sojourn.errors import (
     Interrupted,
     SandboxLost,
     SessionBusy,
+    SessionElsewhere,
     SojournError,
     WrongState,
 )
@@ -311,6 +312,8 @@ class Turns:
             async with active.gate.closed("automatic snapshot"):
                 seen = active.ended
                 await self.snapshot_if_changed(active, turn)
+        except SessionElsewhere as error:
+            log.info("no automatic snapshot of %s, which went with its state: %s", active.id, error)
         except (SandboxLost, Conflict) as error:
             log.info("no automatic snapshot of %s: %s", active.id, error)
             self._context.soon(self._placements.check(active), f"check {active.id}")

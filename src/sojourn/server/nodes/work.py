@@ -25,6 +25,7 @@ from sojourn.server.nodes.holding import Holding
 from sojourn.server.nodes.identity import NodeIdentity
 from sojourn.server.nodes.migration import VERB, Migration
 from sojourn.server.operations import Operations
+from sojourn.server.pauses import Pauses
 from sojourn.server.registry import ActiveSession
 from sojourn.server.snapshots import Snapshots
 
@@ -66,6 +67,7 @@ class NodeWork:
         self._snapshots = snapshots
         self._tasks: list[asyncio.Task[None]] = []
         self._draining: asyncio.Task[None] | None = None
+        self._pauses = Pauses()  # of sessions that cannot be given away yet
         self._fetching: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
@@ -185,6 +187,7 @@ class NodeWork:
     async def _drain(self) -> None:
         """Give everything away, until nothing is left or nobody wants that any more."""
         said = False
+        self._pauses = Pauses()
         while self._node.state is NodeState.DRAINING and self._context.may_act:
             held = await self._holding.held()
             if not held:
@@ -203,10 +206,10 @@ class NodeWork:
             # What runs first: it can be lost, what is put away only has to be sent.
             held.sort(key=lambda session: not session.live)
             await asyncio.gather(*(move(session) for session in held))
-            await asyncio.sleep(_DRAIN_AGAIN if await self._holding.held() else 0)
+            await asyncio.sleep(1.0)
 
     async def _give_away(self, session: Session) -> None:
-        if self._node.state is not NodeState.DRAINING:
+        if self._node.state is not NodeState.DRAINING or self._pauses.left(session.id):
             return
         try:
             active = await self._context.registry.still(session)
@@ -217,11 +220,15 @@ class NodeWork:
                 await self._operations.wait(operation.id, 3600.0)
                 ended = await self._context.database.get_operation(None, operation.id)
                 if ended.error is not None:
-                    log.warning("session %s stays for now: %s", session.id, ended.error.message)
+                    self._stays(session.id, ended.error.message)
             elif active.state is not SessionState.CREATING:
                 await self._holding.release(active.id)
         except SojournError as error:
-            log.warning("session %s stays for now: %s", session.id, error.message)
+            self._stays(session.id, error.message)
+
+    def _stays(self, session: str, cause: str) -> None:
+        self._pauses.put_off(session, cause)
+        log.warning("session %s stays for now: %s", session, cause)
 
     # -- room -------------------------------------------------------------------------------
 
