@@ -34,6 +34,13 @@ BEARER, KEY = b"authorization", b"x-api-key"
         ("PUT", "/v1/secrets/a", Wanted(Kind.ANY, Style.API, None, BEARER, Shared.SECRETS)),
         ("GET", "/v1/secrets", Wanted(Kind.ANY, Style.API, None, BEARER)),
         ("DELETE", "/v1/tokens/t", Wanted(Kind.ANY, Style.API, None, BEARER, Shared.TOKENS)),
+        ("POST", "/v1/tokens", Wanted(Kind.ANY, Style.API, None, BEARER)),
+        (
+            "POST",
+            "/v1/sessions/web/ports",
+            Wanted(Kind.SESSION, Style.API, "web", BEARER, Shared.PORTS),
+        ),
+        ("GET", "/v1/sessions/web/ports", Wanted(Kind.SESSION, Style.API, "web", BEARER)),
         ("POST", "/v1/templates", Wanted(Kind.ANY, Style.API, None, BEARER, Shared.TEMPLATES)),
         ("GET", "/v1/nodesx", Wanted(Kind.ANY, Style.API, None, BEARER)),
         ("POST", "/sandboxes", Wanted(Kind.PLACE, Style.E2B_API, None, KEY)),

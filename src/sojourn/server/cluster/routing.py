@@ -108,7 +108,9 @@ def _api(method: str, path: str) -> Wanted:
             return Wanted(Kind.SESSION, Style.API, ref, show, changes)
         case ["operations", operation] if operation:
             return Wanted(Kind.OPERATION, Style.API, operation, show)
-        case ["secrets" | "templates" | "tokens" as what, *_] if method in _WRITES:
+        case ["tokens", *_] if method == "DELETE":
+            return Wanted(Kind.ANY, Style.API, None, show, Shared.TOKENS)
+        case ["secrets" | "templates" as what, *_] if method in _WRITES:
             return Wanted(Kind.ANY, Style.API, None, show, Shared(what))
     return Wanted(Kind.ANY, Style.API, None, show)
 
