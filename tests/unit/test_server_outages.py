@@ -14,7 +14,7 @@ import pytest
 
 from sojourn.database import Database, open_database
 from sojourn.database.writes import FinishOperation, InsertSnapshot, UpdateSession
-from sojourn.errors import OutcomeUnknown, SojournError, Unreachable
+from sojourn.errors import Interrupted, NodeFenced, OutcomeUnknown, SojournError, Unreachable
 from sojourn.model import Session, SessionState
 from sojourn.model.snapshots import SnapshotConfig
 from sojourn.server import context, operations, verbs
@@ -24,6 +24,7 @@ from sojourn.server.guards import StoreGuard
 from sojourn.server.operations import Operations, Run
 from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.snapshots import Snapshots
+from sojourn.server.turns import Turns
 from sojourn.server.verbs import SealPlan, Verbs
 from support.databases import insert_session, make_session, make_snapshot
 
@@ -251,3 +252,28 @@ def test_what_may_be_referred_to_is_never_withdrawn(tmp_path: Path, fault: str) 
         assert (row.id in store.ids) == (fault in ("after", "given up"))
 
     run(tmp_path, scenario)
+
+
+def test_a_turn_that_a_fenced_node_cannot_record_is_not_told_as_one_that_never_began() -> None:
+    async def scenario() -> None:
+        active = ActiveSession(make_session(state=SessionState.RUNNING, sandbox="sbx-1"))
+        recorded: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        recorded.set_exception(NodeFenced("another incarnation", node="nod_me"))
+        made: Any = Turns.__new__(Turns)
+        made._context = types.SimpleNamespace(
+            database=types.SimpleNamespace(
+                append_event=lambda event: recorded, touch_idle=lambda session, deadline: None
+            )
+        )
+        made.running = lambda who, ref: _result((active, None))
+        # Servers send again what a node has not begun (`node_fenced`), and never this.
+        with pytest.raises(Interrupted) as told:
+            async with made.turn(WHO, active.id, "exec") as turn:
+                turn.changes = False
+        assert told.value.details["node"] == "nod_me"
+
+    asyncio.run(scenario())
+
+
+async def _result(value: Any) -> Any:
+    return value

@@ -19,6 +19,7 @@ from sojourn.errors import (
     Conflict,
     DiskQuotaExceeded,
     Interrupted,
+    NodeFenced,
     SandboxLost,
     SessionBusy,
     SessionElsewhere,
@@ -247,7 +248,15 @@ class Turns:
         )
         if turn.changes:
             self._look_later(active, event)
-        await event
+        try:
+            await event
+        except NodeFenced as error:
+            # It was done, here, and is gone with this node: nobody may take it for not begun.
+            raise Interrupted(
+                "the node was taken for lost while this was under way",
+                next_step="Look whether it was done, and ask again; the session goes on elsewhere.",
+                node=error.details.get("node"),
+            ) from error
 
     def note(self, active: ActiveSession, *, later: bool = False) -> None:
         """Something outside a turn may have changed the session: a process that ended, input that
