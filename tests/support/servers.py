@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import weakref
 from pathlib import Path
 
 from sojourn.client import Sojourn
@@ -143,26 +140,27 @@ class Templates:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, Path] = {}
+        self._kept: dict[str, dict[Path, bytes]] = {}
 
     def lay(self, data: Path, environment: dict[str, str]) -> None:
         """Put it into a directory that no server has used."""
         kept = self._kept.get(self._host(environment))
         if kept is not None and not data.exists():
             data.mkdir(mode=0o700)
-            shutil.copytree(kept, data / "store")
+            for name, content in kept.items():
+                place = data / "store" / name
+                place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                place.write_bytes(content)
 
     def keep(self, data: Path, environment: dict[str, str]) -> None:
         """Keep that of the first server that is ready."""
         host, store = self._host(environment), data / "store"
         if host in self._kept:
             return
-        kept = Path(tempfile.mkdtemp(prefix="sojourn-templates-"))
-        weakref.finalize(self, shutil.rmtree, kept, ignore_errors=True)
-        shutil.copytree(store / "templates", kept / "templates")
-        for note in (store / "templates").iterdir():
-            layer = note.read_text()[:SHORT]
-            shutil.copytree(store / "layers" / layer, kept / "layers" / layer)
+        notes = list((store / "templates").iterdir())
+        layers = [store / "layers" / note.read_text()[:SHORT] for note in notes]
+        files = [*notes, *(file for layer in layers for file in layer.iterdir())]
+        kept = {file.relative_to(store): file.read_bytes() for file in files}
         self._kept[host] = kept
 
     @staticmethod
