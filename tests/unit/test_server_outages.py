@@ -14,13 +14,21 @@ import pytest
 
 from sojourn.database import Database, open_database
 from sojourn.database.writes import FinishOperation, InsertSnapshot, UpdateSession
-from sojourn.errors import Interrupted, NodeFenced, OutcomeUnknown, SojournError, Unreachable
+from sojourn.errors import (
+    Interrupted,
+    NodeFenced,
+    OutcomeUnknown,
+    SessionElsewhere,
+    SojournError,
+    Unreachable,
+)
 from sojourn.model import Session, SessionState
 from sojourn.model.snapshots import SnapshotConfig
 from sojourn.server import context, operations, verbs
 from sojourn.server.base import Principal
 from sojourn.server.context import Context
 from sojourn.server.guards import StoreGuard
+from sojourn.server.nodes.migration import Migration
 from sojourn.server.operations import Operations, Run
 from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.snapshots import Snapshots
@@ -29,16 +37,18 @@ from sojourn.server.verbs import SealPlan, Verbs
 from support.databases import insert_session, make_session, make_snapshot
 
 WHO = Principal("ten", "test", "tenant")
+ME, OTHER = "nod_me", "nod_other"
 
 
 class Outage:
     """A database that is away as often as told: before its commits, or (`after`) once they are
-    made; while it is away nothing can be read either."""
+    made, or (`lost`) instead of that; while it is away nothing can be read either."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self.away = 0
         self.after = 0
+        self.lost = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._database, name)
@@ -54,6 +64,9 @@ class Outage:
 
     async def commit(self, writes: Any, *, durable: bool = True) -> list[Any]:
         self._look()
+        if self.lost > 0:
+            self.lost, self.away = self.lost - 1, 2
+            raise OutcomeUnknown("the database went away before a change was committed")
         results = await self._database.commit(writes, durable=durable)
         if self.after > 0:
             self.after, self.away = self.after - 1, 2
@@ -277,3 +290,34 @@ def test_a_turn_that_a_fenced_node_cannot_record_is_not_told_as_one_that_never_b
 
 async def _result(value: Any) -> Any:
     return value
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_session_whose_handing_over_may_have_been_made_is_one_nodes(
+    tmp_path: Path, made: bool
+) -> None:
+    async def scenario(rig: Rig) -> None:
+        for id in (ME, OTHER):
+            await rig.outage.add_node(id, id)
+        fields = {"state": SessionState.SUSPENDED, "holder": ME}
+        active = rig.context.registry.hold(await insert_session(rig.outage, make_session(**fields)))
+        operation, _ = await rig.outage.begin(
+            tenant=active.session.tenant, session=active.id, verb="migrate", request={}, server=ME
+        )
+        run = Run(rig.context, operation, active)
+        migration: Any = Migration.__new__(Migration)
+        migration._context, migration._node = rig.context, types.SimpleNamespace(id=ME)
+        rig.outage.after, rig.outage.lost = (1, 0) if made else (0, 1)
+        if made:
+            await migration._hand(run, OTHER)
+            assert run.elsewhere
+            assert rig.context.registry.held(active.id) is None
+            with pytest.raises(SessionElsewhere):
+                active.gate.require_here()
+        else:
+            with pytest.raises(OutcomeUnknown):
+                await migration._hand(run, OTHER)
+            assert not run.elsewhere
+            assert rig.context.registry.held(active.id) is active
+
+    run(tmp_path, scenario)

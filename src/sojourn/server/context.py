@@ -190,18 +190,30 @@ class Context:
         """Hold what the database has of a session, as soon as that can be read."""
         if before is not None:
             await asyncio.wait({before})
+        try:
+            session = await self.recorded(held.id)
+        except SessionNotFound:
+            gone = {"state": SessionState.DELETED, "sandbox": None, "node": None}
+            self.registry.update(msgspec.structs.replace(held, **gone))
+            if held.sandbox is not None:
+                self.agent.destroy_soon(held.sandbox)
+            return
+        active = self.registry.held(held.id)
+        if session.holder == self.holder:
+            self.registry.update(session)
+        elif active is not None:
+            self.registry.leave(active, session)
+
+    async def recorded(self, id: str) -> Session:
+        """What the database has of a session, as soon as that can be read. Raises
+        SessionNotFound."""
         while True:
             try:
-                self.registry.update(await self.database.get_session(None, held.id))
-                return
+                return await self.database.get_session(None, id)
             except SessionNotFound:
-                gone = {"state": SessionState.DELETED, "sandbox": None, "node": None}
-                self.registry.update(msgspec.structs.replace(held, **gone))
-                if held.sandbox is not None:
-                    self.agent.destroy_soon(held.sandbox)
-                return
+                raise
             except SojournError as error:
-                log.warning("session %s: what it is now is not known: %s", held.id, error)
+                log.warning("session %s: what it is now is not known: %s", id, error)
                 await asyncio.sleep(_AGAIN_SECONDS)
 
     def soon(self, work: Any, name: str) -> asyncio.Task[Any]:

@@ -18,10 +18,12 @@ import time
 from typing import Any
 
 from sojourn import faultpoints
+from sojourn.database.records import Operation
 from sojourn.database.writes import FinishOperation, SetStep, UpdateSession, Write
 from sojourn.errors import (
     Conflict,
     Interrupted,
+    OutcomeUnknown,
     SojournError,
     StaleEpoch,
     StoreUnreachable,
@@ -245,19 +247,23 @@ class Migration:
         active = run.active
         session = active.session
         self._context.require_lease()
-        results = await self._context.database.commit(
-            [
-                SetStep(run.operation.id, "handed", {"handed": True}, server=target),
-                UpdateSession(
-                    id=session.id,
-                    expect_state={session.state},
-                    expect_epoch=session.epoch,
-                    changes={"holder": target, "epoch": session.epoch + 1},
-                ),
-            ]
-        )
+        handing: list[Write] = [
+            SetStep(run.operation.id, "handed", {"handed": True}, server=target),
+            UpdateSession(
+                id=session.id,
+                expect_state={session.state},
+                expect_epoch=session.epoch,
+                changes={"holder": target, "epoch": session.epoch + 1},
+            ),
+        ]
+        try:
+            handed = (await self._context.database.commit(handing))[-1]
+        except OutcomeUnknown:
+            # Two nodes must not go on with it: whose it is comes before anything else.
+            handed = await self._context.recorded(session.id)
+            if handed.holder == self._node.id:
+                raise
         run.elsewhere = True
-        handed = results[-1]
         assert isinstance(handed, Session)
         self._context.registry.leave(active, handed)
         self._context.database.tell_node(target, session.id)
@@ -369,7 +375,7 @@ class Migration:
             await asyncio.sleep(_LOOK_SECONDS)
             found = await database.get_operation(None, found.id)
 
-    async def _coming(self, session: str) -> Any:
+    async def _coming(self, session: str) -> Operation | None:
         """The operation that hands a session to this node. It may just be about to begin."""
         database = self._context.database
         for _ in range(50):
