@@ -77,10 +77,13 @@ class Shutdown:
     """Ends long answers when the server stops.
 
     Long work enters `cancellable`; `begin` cancels it, and the work sees Interrupted instead.
+    `again` says that it can be taken up at the same address at once, since something in front of
+    this server finds where: clients do that by themselves then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, again: bool = False) -> None:
         self.stopping = False
+        self._again = again
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @contextlib.contextmanager
@@ -89,7 +92,7 @@ class Shutdown:
         task = asyncio.current_task()
         assert task is not None  # only tasks serve requests
         if self.stopping:
-            raise Interrupted("the server is stopping")
+            raise self._interrupted()
         self._tasks.add(task)
         try:
             yield
@@ -97,9 +100,15 @@ class Shutdown:
             if not self.stopping:
                 raise
             task.uncancel()
-            raise Interrupted("the server is stopping") from None
+            raise self._interrupted() from None
         finally:
             self._tasks.discard(task)
+
+    def _interrupted(self) -> Interrupted:
+        error = Interrupted("the server is stopping")
+        if self._again:
+            error.details["moved"] = True
+        return error
 
     def begin(self) -> None:
         """Stop: ends what is under way and refuses new long work."""

@@ -192,18 +192,20 @@ def make_server(
     ready: Callable[[], None] = lambda: None,
     e2b_key: bytes | None = None,
     e2b: Settings | None = None,
-    around: Callable[[Any], Any] = lambda app: app,
+    around: Callable[[Any], Any] | None = None,
     context: ssl.SSLContext | None = None,
     protocol: type[HttpToolsProtocol] | None = None,
 ) -> uvicorn.Server:
     """A server of the API, not yet started; `serve(sockets=[...])` runs it. With `e2b_key`, of
     which the tokens of sandboxes are made, E2B's clients are answered too. `around` puts something
-    in front of all of it."""
-    shutdown = Shutdown()
+    in front of all of it, for servers that are in front of this one."""
+    shutdown = Shutdown(again=around is not None)
     app: Any = create_app(service, shutdown=shutdown)
     if e2b_key is not None:
         app = LazyE2B(app, service, e2b_key, shutdown, e2b)
-    app = around(Observed(app, by_token(service.authenticate)))
+    app = Observed(app, by_token(service.authenticate))
+    if around is not None:
+        app = around(app)
     return serve_app(app, shutdown, ready, context=context, protocol=protocol or ApiProtocol)
 
 
