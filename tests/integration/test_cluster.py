@@ -242,3 +242,79 @@ def test_sessions_go_on_when_a_node_or_a_server_is_gone(
     assert session.exec("echo on").text == "on\n"
     cluster.servers["s2"].start()
     assert cluster.client("s2").sessions.get(session.id).exec("echo on").text == "on\n"
+
+
+class Balancer:
+    """One address before several servers, as a load balancer is: a connection goes to the first
+    that takes it."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self._backends = [urlsplit(url) for url in urls]
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            for backend in self._backends:
+                try:
+                    server = socket.create_connection((backend.hostname, backend.port))
+                except OSError:
+                    continue
+                for one, other in ((client, server), (server, client)):
+                    threading.Thread(target=_copy, args=(one, other), daemon=True).start()
+                break
+            else:
+                client.close()
+
+
+def _copy(one: socket.socket, other: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := one.recv(65536):
+            other.sendall(data)
+    for end in (one, other):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_stream_goes_on_when_its_server_stops_and_its_session_moves(
+    cluster: LoopbackCluster, client: Sojourn
+) -> None:
+    balancer = Balancer([cluster.servers[name].told for name in ("s2", "s1")])
+    session = client.sessions.create()
+    count = 160
+    script = f"i=0; while [ $i -lt {count} ]; do i=$((i+1)); echo $i; sleep 0.05; done"
+    seen: list[bytes] = []
+    results = []
+
+    def follow() -> None:
+        with Sojourn(url=balancer.url, token=cluster.token) as behind:
+            results.append(
+                behind.sessions.get(session.id).exec(
+                    ["sh", "-c", script], on_stdout=seen.append, timeout=120
+                )
+            )
+
+    following = threading.Thread(target=follow)
+    following.start()
+    try:
+        eventually(lambda: len(seen) > 5)
+        assert cluster.servers["s2"].end(signal.SIGTERM) == 0
+        before = len(seen)
+        eventually(lambda: len(seen) > before + 5)
+        session.migrate()
+        following.join(90)
+        assert b"".join(seen) == b"".join(b"%d\n" % n for n in range(1, count + 1))
+        assert results[0].exit_code == 0
+    finally:
+        following.join(90)
+        balancer.close()
+        cluster.servers["s2"].start()
