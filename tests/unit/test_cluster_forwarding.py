@@ -107,6 +107,25 @@ def test_the_caller_is_named_by_the_server_alone(run: Callable[..., None]) -> No
     run(work)
 
 
+def test_what_nodes_answer_to_servers_is_not_passed_on(run: Callable[..., None]) -> None:
+    async def work(found: Cluster) -> None:
+        session = await found.session(found.nodes[0].id)
+        sandbox = session.id.replace("_", "-")
+        for path in (
+            "/node/evict",
+            "/%6eode/evict",
+            "//node/evict",
+            f"/node/sessions/{session.id}/release",
+            "/node/refresh?x",
+        ):
+            for headers in ({}, {"e2b_sandbox_id": sandbox}, {"host": f"1-{sandbox}.localhost"}):
+                status, _, _ = await found.request("POST", path, b"{}", **headers)
+                assert status in (404, 405), path
+        assert not any(node.got for node in found.nodes)
+
+    run(work)
+
+
 def test_another_tenants_session_is_looked_for_in_the_callers_name(
     run: Callable[..., None],
 ) -> None:

@@ -60,7 +60,11 @@ BEARER, KEY = b"authorization", b"x-api-key"
         ),
         ("GET", "/files", Wanted(Kind.ANY, Style.E2B_FILES)),
         ("POST", "/process.Process/Start", Wanted(Kind.ANY, Style.E2B_RPC)),
-        ("GET", "/", Wanted(Kind.ANY, Style.OTHER)),
+        ("GET", "/", Wanted(Kind.OWN, Style.API)),
+        ("POST", "/node/evict", Wanted(Kind.OWN, Style.API)),
+        ("POST", f"/node/sessions/{SESSION}/release", Wanted(Kind.OWN, Style.API)),
+        ("GET", "/metrics", Wanted(Kind.OWN, Style.API)),
+        ("POST", "//node/evict", Wanted(Kind.OWN, Style.API)),
     ],
 )
 def test_requests(method: str, path: str, wanted: Wanted) -> None:
@@ -108,4 +112,12 @@ def test_every_request_is_of_a_kind(method: str, path: str, host: bytes) -> None
     assert wanted.ref is None or wanted.kind in (Kind.SESSION, Kind.OPERATION)
     # What is the API's or the control plane's is never asked of a node without a caller.
     shown = wanted.shows is not None or wanted.kind is Kind.OWN
-    assert shown or wanted.style in (Style.E2B_FILES, Style.E2B_RPC, Style.OTHER)
+    assert shown or wanted.style in (Style.E2B_FILES, Style.E2B_RPC)
+
+
+@given(st.text(), st.dictionaries(st.sampled_from([b"host", b"e2b-sandbox-id"]), st.binary()))
+def test_what_nodes_answer_to_servers_is_never_passed_on(
+    rest: str, headers: dict[bytes, bytes]
+) -> None:
+    for path in ("/node", f"/node/{rest}"):
+        assert classify("POST", path, headers).kind is Kind.OWN

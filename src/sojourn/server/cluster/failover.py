@@ -20,12 +20,12 @@ from sojourn.database.writes import AppendEvent, UpdateSession
 from sojourn.errors import (
     SessionNotFound,
     SnapshotNotFound,
-    SojournError,
     StaleEpoch,
     WrongState,
 )
 from sojourn.model.nodes import FailedOver, Node
 from sojourn.model.sessions import Session, SessionState
+from sojourn.server.repeating import repeat
 from sojourn.telemetry import declared
 
 log = logging.getLogger(__name__)
@@ -96,13 +96,19 @@ class Failover:
         self._grace = grace
         self._guard = Guard(lease)
         self._moved = moved
+        self._unheld: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin."""
         self._tasks = [
-            asyncio.create_task(self._run(), name="failover"),
-            asyncio.create_task(self._sweep(), name="sweep"),
+            asyncio.create_task(
+                repeat(_EVERY_SECONDS, self.once, "looking for lost nodes"), name="failover"
+            ),
+            asyncio.create_task(
+                repeat(_SWEEP_SECONDS, self._sweep, "looking after sessions that nobody holds"),
+                name="sweep",
+            ),
         ]
 
     async def stop(self) -> None:
@@ -111,17 +117,15 @@ class Failover:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self.once()
-            except SojournError as error:
-                self._guard.failed()
-                log.warning("lost nodes cannot be looked for: %s", error)
-            await asyncio.sleep(_EVERY_SECONDS)
-
     async def once(self) -> int:
         """Look once; how many sessions were taken."""
+        try:
+            return await self._once()
+        except Exception:
+            self._guard.failed()
+            raise
+
+    async def _once(self) -> int:
         if self._guard.holds:
             self._guard.begin()
             await self._database.list_nodes()
@@ -156,13 +160,7 @@ class Failover:
     async def _sweep(self) -> None:
         """Look after sessions that run as far as the database knows, and that no node holds. The
         protocol leaves none; a database that was one machine's before may have some."""
-        seen: dict[str, int] = {}
-        while True:
-            await asyncio.sleep(_SWEEP_SECONDS)
-            try:
-                seen = await self.sweep(seen)
-            except SojournError as error:
-                log.warning("sessions that nobody holds cannot be looked after: %s", error)
+        self._unheld = await self.sweep(self._unheld)
 
     async def sweep(self, seen: Mapping[str, int]) -> dict[str, int]:
         """Put those away that were seen before, at the same epoch; what is seen now."""

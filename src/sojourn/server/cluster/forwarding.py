@@ -23,6 +23,7 @@ from sojourn.errors import (
     Interrupted,
     NodeFenced,
     NodeUnavailable,
+    NotFound,
     SessionElsewhere,
     SojournError,
     from_body,
@@ -233,6 +234,8 @@ class Exchange:
         scope = self._scope
         query = scope["query_string"]
         path = scope.get("raw_path") or scope["path"].encode()
+        if f"{scope['path']}/".startswith("/node/"):
+            raise NotFound("there is no such address")  # for servers alone, whatever led here
 
         def connected() -> None:
             self.node = target.node.id

@@ -8,18 +8,15 @@ of it than it has. What was placed on a node lately counts as used until the nod
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
 import msgspec
 
 from sojourn.database.base import Database
-from sojourn.errors import SojournError
 from sojourn.model.nodes import Node, Resources
 from sojourn.server.cluster import scheduler
-
-log = logging.getLogger(__name__)
+from sojourn.server.repeating import repeat
 
 POLL_SECONDS = 1.0
 _RESERVED_SECONDS = 8.0
@@ -44,7 +41,9 @@ class Members:
     async def start(self) -> None:
         """Read them, and go on doing so."""
         await self.refresh()
-        self._loop = asyncio.create_task(self._poll(), name="nodes")
+        self._loop = asyncio.create_task(
+            repeat(POLL_SECONDS, self.refresh, "reading the nodes", at_once=False), name="nodes"
+        )
 
     async def stop(self) -> None:
         """Idempotent."""
@@ -70,14 +69,6 @@ class Members:
                 self.gone(node)
         async with self.changed:
             self.changed.notify_all()
-
-    async def _poll(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_SECONDS)
-            try:
-                await self.refresh()
-            except SojournError as error:
-                log.warning("the nodes cannot be read: %s", error)
 
     # -- looking ----------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from sojourn.server.cluster.targets import PATIENCE_SECONDS, Targets
 from sojourn.server.cluster.upstream import CONNECT_SECONDS, Broken, NotSent, Upstream
 from sojourn.server.host_ports import listening
 from sojourn.server.ports import OUTSIDE, Outside, PortSettings
+from sojourn.server.repeating import repeat
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,9 @@ class ClusterPorts:
         outside = Outside(self._settings.domain, self._host, number)
         if outside != known:
             await self._database.replace_cluster_value(OUTSIDE, msgspec.json.encode(outside))
-        self._looking = asyncio.create_task(self._look(), name="exposed TCP ports")
+        self._looking = asyncio.create_task(
+            repeat(_LOOK_SECONDS, self.once, "looking at exposed ports"), name="exposed TCP ports"
+        )
 
     async def stop(self) -> None:
         """Serve nothing more. Idempotent."""
@@ -116,14 +119,6 @@ class ClusterPorts:
             with contextlib.suppress(OSError):
                 return listening(self._host, known.port)
         return listening(self._host, self._port)
-
-    async def _look(self) -> None:
-        while True:
-            try:
-                await self.once()
-            except SojournError as error:
-                log.warning("exposed ports cannot be looked at: %s", error)
-            await asyncio.sleep(_LOOK_SECONDS)
 
     async def once(self) -> None:
         """Listen to the TCP ports that are exposed now, and to no others."""

@@ -1,8 +1,9 @@
 """What a request is about, by its method, path and headers; pure.
 
 Guarantee: every request is of exactly one kind, and nothing is asked of a session's holder that is
-another session's. Which node answers follows from the kind; whether the caller may ask is decided
-before, by `Wanted.shows`.
+another session's. Only what is known to be for clients is passed on at all: a node believes whoever
+asks, because that is a server. Which node answers follows from the kind; whether the caller may ask
+is decided before, by `Wanted.shows`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ class Style(enum.Enum):
     E2B_API = "E2B's clients, of the control plane"
     E2B_FILES = "E2B's clients, of files and code"
     E2B_RPC = "E2B's clients, of commands"
-    OTHER = "whoever; the node tells"
 
 
 class Shared(enum.Enum):
@@ -88,7 +88,8 @@ def classify(method: str, path: str, headers: Mapping[bytes, bytes]) -> Wanted:
     elif _E2B_RPC.fullmatch(path) is not None:
         style = Style.E2B_RPC
     if style is None:
-        return Wanted(Kind.ANY, Style.OTHER)
+        # Also what nodes answer to servers alone (/node/...): nothing goes on that is not known.
+        return Wanted(Kind.OWN, Style.API)
     session = _sandbox(headers)
     return Wanted(Kind.ANY if session is None else Kind.SESSION, style, session)
 
