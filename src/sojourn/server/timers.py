@@ -20,6 +20,7 @@ from sojourn.server.operations import Operations
 from sojourn.server.placements import Placements
 from sojourn.server.quotas import Quotas
 from sojourn.server.registry import ActiveSession
+from sojourn.server.repeating import repeat
 from sojourn.server.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,9 @@ class Timers:
             (_PRUNE_SECONDS, self._prune),
             (_RETAIN_SECONDS, self._snapshots.retentions.round),
         ):
-            self._tasks.append(asyncio.create_task(self._repeat(every, work)))
+            self._tasks.append(
+                asyncio.create_task(repeat(every, self._acting(work), work.__name__))
+            )
 
     async def stop(self) -> None:
         """End, waiting for nothing."""
@@ -71,17 +74,14 @@ class Timers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
 
-    async def _repeat(self, every: float, work: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                if self._context.may_act:
-                    await work()
-            except (SojournError, OSError) as error:
-                log.error("%s: %s", work.__name__, error)
-            except Exception:
-                # A fault in one round must not be the end of every deadline.
-                log.exception("%s failed", work.__name__)
-            await asyncio.sleep(every)
+    def _acting(self, work: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+        """`work`, as long as this server may act."""
+
+        async def round() -> None:
+            if self._context.may_act:
+                await work()
+
+        return round
 
     # -- deadlines --------------------------------------------------------------------------
 

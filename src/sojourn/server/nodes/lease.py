@@ -136,6 +136,11 @@ class Lease:
                 declared.LEASE_RENEWALS.add(code)
                 log.warning("the lease is not renewed: %s", str(error) or "no answer in time")
                 pause = min(every, _MOST_PAUSE)
+            except Exception:
+                # Nothing else would ever learn that the node was fenced.
+                declared.LEASE_RENEWALS.add("internal")
+                log.exception("a fault while the lease was renewed")
+                pause = min(every, _MOST_PAUSE)
             else:
                 pause = every
                 declared.LEASE_RENEWALS.add("ok")

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from sojourn.errors import SessionElsewhere, SessionNotFound, SojournError
+from sojourn.errors import SessionNotFound, SojournError
 from sojourn.model import Session, SessionState
 from sojourn.model.nodes import NodeState, Resources
 from sojourn.server.base import Principal
@@ -27,6 +26,7 @@ from sojourn.server.nodes.migration import VERB, Migration
 from sojourn.server.operations import Operations
 from sojourn.server.pauses import Pauses
 from sojourn.server.registry import ActiveSession
+from sojourn.server.repeating import repeat
 from sojourn.server.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,12 @@ class NodeWork:
         self._context.database.hear_node(self._node.id, self._told)
         self._tasks = [
             asyncio.create_task(self._look(), name="operations handed over"),
-            asyncio.create_task(self._now_and_then(_TIDY_SECONDS, self._tidy)),
-            asyncio.create_task(self._now_and_then(_EXPIRE_SECONDS, self._expire)),
+            asyncio.create_task(
+                repeat(_TIDY_SECONDS, self._tidy, "tidying the disk", at_once=False)
+            ),
+            asyncio.create_task(
+                repeat(_EXPIRE_SECONDS, self._expire, "expired sessions", at_once=False)
+            ),
         ]
 
     async def stop(self) -> None:
@@ -125,31 +129,24 @@ class NodeWork:
             except SessionNotFound:
                 await self._context.database.finish(one.id, None)
                 continue
-            except SessionElsewhere as error:
-                log.warning("operation %s is for a session that is elsewhere: %s", one.id, error)
+            except SojournError as error:
+                # One that is elsewhere, or cannot be had now, holds up no other.
+                log.warning("operation %s is not taken up: %s", one.id, error)
                 continue
             log.info("operation %s (%s) goes on here", one.id, one.verb)
             self._operations.run(one, active)
 
-    async def _now_and_then(self, every: float, work: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            await asyncio.sleep(every)
-            try:
-                if self._context.may_act:
-                    await work()
-            except SojournError as error:
-                log.warning("%s", error)
-            except Exception:
-                # A fault in one round must not be the end of every later one.
-                log.exception("a fault in what a node does now and then")
-
     async def _tidy(self) -> None:
+        if not self._context.may_act:
+            return
         await self._holding.tidy()
         self._snapshots.collect_soon()
 
     async def _expire(self) -> None:
         """Sessions that nobody holds and whose lifetime is over: one node takes and removes them,
         by its own deadlines."""
+        if not self._context.may_act:
+            return
         database = self._context.database
         if await database.hold_duty("expire sessions", self._node.id, lease=2 * _EXPIRE_SECONDS):
             for session in await database.due_sessions(time.time(), holder=""):
