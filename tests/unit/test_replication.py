@@ -86,14 +86,14 @@ class Node:
 
 
 class World:
-    def __init__(self, database: Database, root: Path) -> None:
+    def __init__(self, database: Database, root: Path, holder: str | None = None) -> None:
         self.database = database
         self.tenant = ""
         self.sender = Sender()
         self.node = Node(root / "store")
         self.source = RepositorySource(lambda: pytest.fail("nothing is read"))
         settings = StoreSettings(url=(root / "objects").as_uri(), delay=0.0)
-        self.replicator = Replicator(database, settings, root / "store")
+        self.replicator = Replicator(database, settings, root / "store", holder)
 
     async def session(self) -> Session:
         return await insert_session(self.database, make_session(tenant=self.tenant))
@@ -123,9 +123,9 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(root: Path) -> AsyncIterator[World]:
+async def world(root: Path, holder: str | None = None) -> AsyncIterator[World]:
     database = await open_database(root / "sojourn.db")
-    made = World(database, root)
+    made = World(database, root, holder)
     made.tenant = (await database.create_tenant("one")).id
     try:
         yield made
@@ -149,6 +149,21 @@ def test_snapshots_of_a_session_that_is_anothers_hide_no_others(tmp_path: Path) 
             await here.start()
             await here.until(lambda: here.durable(mine))
             assert not any([await here.durable(id) for id in theirs])
+
+    asyncio.run(scenario())
+
+
+def test_what_another_node_sends_is_waited_for_by_its_row(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path, holder="nod_here") as here:
+            await here.start()
+            theirs = await here.snapshot(await here.session(), node="nod_there")
+            waiting = asyncio.ensure_future(here.replicator.durable(theirs, PATIENCE))
+            await asyncio.sleep(0)
+            record = await here.database.get_snapshot(None, theirs, hidden=True)
+            await here.database.mark_durable(theirs, fingerprint=record.fingerprint, at=7.0)
+            assert (await waiting).durable_at == 7.0
+            assert ("push", theirs) not in here.sender.calls
 
     asyncio.run(scenario())
 

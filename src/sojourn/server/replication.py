@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_FIRST, _RETRY_MOST = 1.0, 60.0
 _LOOK_SECONDS = 30.0
+_ELSEWHERE_SECONDS = 0.5  # between looks at what another node sends: only its row tells
 _AT_ONCE = 0.02
 _BATCH = 50
 _COLLECT_FIRST = 900.0  # seconds after the start that the object store is collected at the latest
@@ -214,7 +215,8 @@ class Replicator:
                     if math.isinf(self._sessions.left(record.session)):
                         # It was found out before anybody waited.
                         raise StaleEpoch(self._sessions.cause(record.session) or "", next_step="")
-                    await self._tried(snapshot)
+                    elsewhere = record.node is not None and record.node != self._holder
+                    await self._tried(snapshot, _ELSEWHERE_SECONDS if elsewhere else None)
                     record = await database.get_snapshot(None, snapshot, hidden=True)
         except TimeoutError:
             cause = self._sessions.cause(record.session) or self._error
@@ -228,8 +230,9 @@ class Replicator:
                 self._hurry.discard(snapshot)
         return record
 
-    async def _tried(self, snapshot: str) -> None:
-        """Wait until a snapshot was sent, is gone, or cannot be sent, which is raised."""
+    async def _tried(self, snapshot: str, seconds: float | None) -> None:
+        """Wait until a snapshot was sent, is gone, or cannot be sent, which is raised; at most for
+        so long, where another node sends it."""
         if self._stopping:
             raise Interrupted("the server stops", next_step="")
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -238,7 +241,9 @@ class Replicator:
         self._hurry.add(snapshot)
         self._wake.set()
         try:
-            await future
+            await asyncio.wait({future}, timeout=seconds)
+            if future.done():
+                future.result()
         finally:
             waiting.remove(future)
             if not waiting and self._waiting.get(snapshot) is waiting:
