@@ -11,7 +11,8 @@ import h11
 import pytest
 
 from sojourn.errors import NodeUnavailable, PortNotFound
-from sojourn.server.cluster.relays import Relay, Streams
+from sojourn.server.cluster.relays import Relay
+from sojourn.server.splicing import Streams
 
 ONE, TWO = "ses_" + "1" * 24, "ses_" + "2" * 24
 DOMAIN = "ports.test"

@@ -28,12 +28,13 @@ from sojourn.model.ports import ExposedPort, PortKind
 from sojourn.server.base import Principal
 from sojourn.server.cluster import callers, pki
 from sojourn.server.cluster.members import Members
-from sojourn.server.cluster.relays import Relay, Streams, join
+from sojourn.server.cluster.relays import Relay
 from sojourn.server.cluster.targets import PATIENCE_SECONDS, Targets
 from sojourn.server.cluster.upstream import CONNECT_SECONDS, Broken, NotSent, Upstream
 from sojourn.server.host_ports import listening
 from sojourn.server.ports import OUTSIDE, Outside, PortSettings
 from sojourn.server.repeating import repeat
+from sojourn.server.splicing import Streams, splice
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ class ClusterPorts:
             log.info("port %d of %s: %s", port.port, port.session, error)
             streams[1].transport.abort()
             return
-        await join(streams, tunnel)
+        await splice(streams, tunnel)
 
     # -- the way to nodes -------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from sojourn.errors import (
 from sojourn.gateway import port_requests as requests
 from sojourn.gateway.heads import HOP, named_by_connection
 from sojourn.gateway.port_requests import Headers
+from sojourn.server.splicing import IDLE_SECONDS, Streams, splice
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +34,8 @@ MAX_HEAD = 64 << 10
 HEAD_SECONDS = 15.0
 KEEP_ALIVE_SECONDS = 75.0
 ANSWER_SECONDS = 660.0
-IDLE_SECONDS = 3600.0
 _PIECE = 64 << 10
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Dial = Callable[[str], Awaitable[tuple[str, Callable[[], Awaitable[Streams]]]]]
 """For a session: the node it is at, and what opens a tunnel there."""
 
@@ -292,7 +291,7 @@ class Relay:
         early, _ = tunnel.http.trailing_data
         if early:
             self._writer.write(early)
-        await join((self._reader, self._writer), (tunnel.reader, tunnel.writer))
+        await splice((self._reader, self._writer), (tunnel.reader, tunnel.writer))
         raise EOFError("the other protocol has ended")
 
 
@@ -308,34 +307,3 @@ def _relayed(headers: Headers, client: str) -> Headers:
         sent = [(key, value) for key, value in sent if key != b"content-length"]
         sent.append((b"transfer-encoding", b"chunked"))
     return sent
-
-
-async def join(one: Streams, other: Streams) -> None:
-    """Pass bytes both ways until one side breaks, or both have ended. Both are closed then."""
-    try:
-        async with asyncio.TaskGroup() as both:
-            both.create_task(_copy(one[0], other[1]))
-            both.create_task(_copy(other[0], one[1]))
-    except* (OSError, TimeoutError) as broken:
-        log.debug("a connection to an exposed port broke: %s", broken.exceptions[0])
-        for _, writer in (one, other):
-            writer.transport.abort()
-    finally:
-        for _, writer in (one, other):
-            writer.close()
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while True:
-        async with asyncio.timeout(IDLE_SECONDS):
-            data = await reader.read(_PIECE)
-        if not data:
-            break
-        writer.write(data)
-        await writer.drain()
-    if writer.can_write_eof():
-        writer.write_eof()
-    else:
-        # TLS has no half-closed connections.
-        await writer.drain()
-        writer.close()

@@ -12,10 +12,11 @@ follows are the bytes of the connection.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 from collections.abc import Awaitable, Callable
+
+from sojourn.server.splicing import splice
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class Tunnels:
         try:
             place = await self._where(reader)
             if place is not None:
-                await _join(reader, writer, place)
+                inner = await asyncio.open_connection(*place, limit=_READ_BYTES)
+                await splice((reader, writer), inner)
         except (OSError, EOFError, ValueError) as error:  # a time-out and a half line, too
             log.info("a tunnel ends: %s", error or type(error).__name__)
         finally:
@@ -78,28 +80,3 @@ class Tunnels:
         if found is None:
             raise ValueError("it does not say what it carries")
         return await self._find(found[1], int(found[2]))
-
-
-async def _join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: Place) -> None:
-    inner_reader, inner_writer = await asyncio.open_connection(*place, limit=_READ_BYTES)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_carry(reader, inner_writer))
-            tasks.create_task(_carry(inner_reader, writer))
-    except* OSError as group:
-        raise group.exceptions[0] from None
-    finally:
-        inner_writer.transport.abort()
-
-
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(_READ_BYTES):
-        writer.write(data)
-        await writer.drain()
-    # TLS has no half-closed connections: the other side's end is the end of both then.
-    with contextlib.suppress(OSError, RuntimeError):
-        if writer.can_write_eof():
-            writer.write_eof()
-        else:
-            await writer.drain()
-            writer.close()
