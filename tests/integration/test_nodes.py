@@ -6,13 +6,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from sojourn.client import Sojourn
 from sojourn.database import Database
-from sojourn.errors import SessionElsewhere, Unreachable
+from sojourn.errors import Conflict, SessionElsewhere, Unreachable
 from sojourn.model.nodes import FailedOver, NodeState
 from support.node_process import NodeProcess, with_database
 from support.node_rig import Rig, counted, node_rig, require_no_gap, start_counting
@@ -232,3 +233,37 @@ def test_room_is_made_by_what_is_idle(rig: Rig) -> None:
     assert (status, told["room"], told["sessions"]) == (200, True, [])
     idle.delete()
     kept.delete()
+
+
+def test_templates_are_every_nodes_and_versions_made_at_once_are_two(rig: Rig) -> None:
+    a, b = clients(rig)
+    source = a.sessions.create()
+    source.exec("echo made > /root/made")
+    assert source.to_template("shared").version == 1
+    there = b.sessions.create(template="shared")
+    assert there.exec("cat /root/made").text == "made\n"
+    with ThreadPoolExecutor() as pool:
+        made = list(pool.map(lambda one: one.to_template("shared", memory=False), [source, there]))
+    assert sorted(one.version or 0 for one in made) == [2, 3]
+    assert b.templates.get("shared").versions == [1, 2, 3]
+    a.templates.remove("shared")
+    for session in (source, there):
+        session.delete()
+
+
+def test_a_fork_that_moved_away_is_not_promoted_from_there(rig: Rig) -> None:
+    a, b = rig.nodes[0], rig.nodes[1]
+    parent = a.client(rig.tenant).sessions.create()
+    (child,) = parent.fork()
+    assert rig.session(child.id).holder == a.id
+    assert rig.migrate(a, child.id, b)[0] == 200
+    there = b.client(rig.tenant).sessions.get(child.id)
+    there.exec("echo better > /root/file")
+    with pytest.raises(Conflict) as told:
+        there.promote()
+    assert "sojourn session migrate" in told.value.next_step
+    assert rig.migrate(b, child.id, a)[0] == 200
+    child.promote()
+    assert parent.exec("cat /root/file").text == "better\n"
+    child.delete()
+    parent.delete()
