@@ -50,6 +50,7 @@ class Asked:
         self.path: str = scope["path"]
         self.raw_path: bytes = scope["raw_path"]
         self.query: bytes = scope["query_string"]
+        self.client: tuple[str, int] = scope["client"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.receive = receive
         self.send = send

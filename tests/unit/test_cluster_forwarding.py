@@ -395,6 +395,27 @@ def test_half_a_body_never_passes_for_a_whole_one(run: Callable[..., None]) -> N
     run(work)
 
 
+def test_connections_to_nodes_are_used_again(run: Callable[..., None]) -> None:
+    async def work(found: Cluster) -> None:
+        node = found.nodes[0]
+        session = await found.session(node.id)
+        clients = set()
+
+        async def answers(asked: Asked) -> None:
+            clients.add(asked.client)
+            body = await asked.body()
+            await asyncio.sleep(len(body) / 1000)  # also longer than a client is not watched
+            await asked.answer(b"done")
+
+        node.does = answers
+        for size in (1, 50, 100) * 3:
+            path = f"/v1/sessions/{session.id}/exec"
+            assert (await found.request("POST", path, b"x" * size))[0] == 200
+        assert len(clients) == 1
+
+    run(work)
+
+
 def test_a_slow_reader_holds_up_the_node_and_fills_no_memory(run: Callable[..., None]) -> None:
     async def work(found: Cluster) -> None:
         node = found.nodes[0]

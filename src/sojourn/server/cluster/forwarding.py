@@ -113,10 +113,11 @@ class Exchange:
         """Whether the client has the head of an answer."""
         self.streaming = False
         """Whether its answer comes over time."""
+        self._finished = False
 
     def end(self, cause: Exception) -> None:
         """End it from outside."""
-        if self._ended is None and self._task is not None:
+        if self._ended is None and self._task is not None and not self._finished:
             self._ended = cause
             self._task.cancel()
 
@@ -300,6 +301,8 @@ class Exchange:
         self.started = True
         async for piece in answer.pieces():
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        # From here on `receive` tells of an end that is none: the answer's own.
+        self._finished = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

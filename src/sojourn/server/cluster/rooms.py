@@ -14,12 +14,13 @@ import msgspec
 
 from sojourn.database.base import Database
 from sojourn.errors import CapacityExhausted
-from sojourn.model.nodes import Node, Resources
+from sojourn.model.nodes import Node
 from sojourn.server.cluster.members import Members
 from sojourn.server.cluster.queueing import Admissions
 from sojourn.server.cluster.scheduler import Need
 from sojourn.server.cluster.targets import Target, Targets
 from sojourn.server.cluster.upstream import Broken, NotSent, Upstream
+from sojourn.wire.nodes import Evicted, EvictRequest, RefreshRequest
 
 log = logging.getLogger(__name__)
 
@@ -28,21 +29,6 @@ _RELEASE_SECONDS = 120.0
 IDLE_STEPS = (300.0, 60.0, 5.0)
 """Seconds without a call after which a session may be put away for another: the longest first, at
 all nodes, before the next shorter one."""
-
-
-class EvictRequest(msgspec.Struct, frozen=True):
-    """To a node: put away the session that has been idle for longest, when that is at least
-    `idle` seconds, and others as long as there is not room for `need`."""
-
-    need: Resources
-    idle: float
-
-
-class Evicted(msgspec.Struct, frozen=True):
-    """From a node: whether there is room now, and what it put away for that."""
-
-    room: bool
-    sessions: list[str] = []
 
 
 class Rooms:
@@ -118,7 +104,7 @@ async def refresh_all(
 ) -> list[str]:
     """Have all nodes that serve, but one, look anew at what was changed; which of them did not
     answer as long as they serve."""
-    body = msgspec.json.encode({"what": what})
+    body = msgspec.json.encode(RefreshRequest(what))
 
     async def one(node: Node) -> str | None:
         pause = 0.1

@@ -136,10 +136,16 @@ def unfit(node: Node, need: Need) -> str | None:
 
 
 def has_room(node: Node, wanted: Resources, settings: Settings) -> bool:
-    """Whether the limits of one more fit. What a node does not say it has is not counted."""
+    """Whether the limits of one more fit, as the node has told of itself."""
+    return fits(node.capacity, node.used, wanted, settings)
+
+
+def fits(has: Resources, used: Resources, wanted: Resources, settings: Settings) -> bool:
+    """Whether what is wanted fits beside what is used. What a node does not say it has is not
+    counted."""
     return all(
-        limit <= 0 or used + asked <= limit * factor + 1e-9
-        for limit, used, asked, factor in _rows(node, wanted, settings)
+        limit <= 0 or taken + asked <= limit * factor + 1e-9
+        for limit, taken, asked, factor in _rows(has, used, wanted, settings)
     )
 
 
@@ -148,7 +154,7 @@ def load(node: Node, settings: Settings) -> float:
     return max(
         (
             used / (limit * factor)
-            for limit, used, _, factor in _rows(node, Resources(), settings)
+            for limit, used, _, factor in _rows(node.capacity, node.used, Resources(), settings)
             if limit > 0
         ),
         default=0.0,
@@ -170,9 +176,8 @@ def add(node: Node, more: Resources) -> Node:
 
 
 def _rows(
-    node: Node, wanted: Resources, settings: Settings
+    has: Resources, used: Resources, wanted: Resources, settings: Settings
 ) -> list[tuple[float, float, float, float]]:
-    has, used = node.capacity, node.used
     return [
         (has.cpus, used.cpus, wanted.cpus, settings.cpus),
         (has.memory_bytes, used.memory_bytes, wanted.memory_bytes, settings.memory),

@@ -62,7 +62,6 @@ from sojourn.store.copying import write_whole
 log = logging.getLogger(__name__)
 
 DEFAULT_TENANT = "default"
-_RENEW_AGAIN_SECONDS = 60.0
 
 
 class ServerSettings(msgspec.Struct, frozen=True):

@@ -145,7 +145,11 @@ class Answer:
 
     async def close(self) -> None:
         """Give the connection back, or end it where the answer was not read to its end."""
-        await self._got.aclose()
+        try:
+            await self._got.aclose()
+        except BaseException:
+            self._line.stream.abort()
+            raise
         self._pool.give(self._line)
 
 
