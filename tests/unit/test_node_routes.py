@@ -16,7 +16,7 @@ from sojourn.server.cluster.callers import HEADER, encode_principal
 from sojourn.server.endpoints import PRINCIPAL, caller
 from sojourn.server.nodes.routes import NodeApp
 from sojourn.server.nodes.tunnels import Tunnels
-from sojourn.server.nodes.work import Evicted
+from sojourn.wire.nodes import Evicted
 
 WHO = Principal("ten_1", "somebody", "tenant")
 

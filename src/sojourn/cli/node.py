@@ -15,6 +15,7 @@ from sojourn.cli.connection import connect
 from sojourn.cli.egress import egress_options
 from sojourn.cli.observing import observing, observing_options
 from sojourn.cli.output import emit, json_option, labels_text, pairs, say, size, table
+from sojourn.cli.serving import cache_bytes_option, e2b_internet_option, overcommit_option
 from sojourn.wire.nodes import NodeInfo
 
 
@@ -184,12 +185,8 @@ def join(server: str, token: str, name: str | None, data: Path | None, as_json: 
     help="What of the machine sessions may use: cpus=N,memory=BYTES,disk=BYTES,sessions=N, each"
     " where it is not all there is. [SOJOURN_NODE_CAPACITY]",
 )
-@click.option(
-    "--cache-bytes",
-    type=click.IntRange(min=0),
-    envvar="SOJOURN_CACHE_BYTES",
-    help="Most the node's own store takes; what is durable and unused goes first. [no limit]",
-)
+@overcommit_option
+@cache_bytes_option
 @click.option(
     "--store-collect",
     type=click.FloatRange(min=0),
@@ -199,13 +196,7 @@ def join(server: str, token: str, name: str | None, data: Path | None, as_json: 
     help="Seconds between two collections of the object store by its nodes; 0: none.",
 )
 @egress_options
-@click.option(
-    "--e2b-internet",
-    envvar="SOJOURN_E2B_INTERNET",
-    is_flag=True,
-    help="Let sandboxes of E2B's clients reach the internet where they do not say whether they may."
-    " [SOJOURN_E2B_INTERNET]",
-)
+@e2b_internet_option
 @observing_options
 def run(
     data: Path | None,
@@ -213,6 +204,7 @@ def run(
     address: str | None,
     taints: tuple[str, ...],
     capacity: str | None,
+    overcommit: str,
     cache_bytes: int | None,
     store_collect: float,
     egress_namespace: str | None,
@@ -226,6 +218,7 @@ def run(
 ) -> None:
     from sojourn.model.paths import data_directory
     from sojourn.server.cluster.identity import read_identity
+    from sojourn.server.cluster.scheduler import read_settings
     from sojourn.server.cluster.serving import environment_number
     from sojourn.server.e2b.settings import Settings
     from sojourn.server.gateways import egress_settings
@@ -242,6 +235,7 @@ def run(
         lease=environment_number("SOJOURN_NODE_LEASE", LEASE_SECONDS),
         capacity=read_capacity(capacity, place) if capacity else None,
         taints=list(taints),
+        overcommit=read_settings("spread", overcommit),
         egress=egress_settings(egress_namespace, egress_nameservers, egress_private, egress_roots),
         e2b=Settings(internet=e2b_internet),
         cache_bytes=cache_bytes,

@@ -12,6 +12,7 @@ import click
 
 from sojourn.cli.databases import database_option
 from sojourn.cli.observing import observing, observing_options
+from sojourn.cli.serving import overcommit_option, store_key_file_option
 
 
 @click.command(
@@ -52,12 +53,7 @@ from sojourn.cli.observing import observing, observing_options
     help="Object store of all nodes: s3://BUCKET/PREFIX, or a directory that all of them reach."
     " [SOJOURN_STORE]",
 )
-@click.option(
-    "--store-key-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File with the secret that encrypts a new object store and opens an encrypted one."
-    " [SOJOURN_STORE_KEY_FILE, or the secret itself in SOJOURN_STORE_KEY]",
-)
+@store_key_file_option
 @click.option(
     "--cluster-key-file",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -95,14 +91,7 @@ from sojourn.cli.observing import observing, observing_options
     show_default=True,
     help="Spread sessions over nodes, or fill one node before the next. [SOJOURN_PLACE]",
 )
-@click.option(
-    "--overcommit",
-    envvar="SOJOURN_OVERCOMMIT",
-    default="cpus=8,memory=2,disk=4",
-    show_default=True,
-    help="How many times what a node has the limits of its sandboxes may add up to."
-    " [SOJOURN_OVERCOMMIT]",
-)
+@overcommit_option
 @observing_options
 def command(
     data: Path | None,

@@ -11,7 +11,9 @@ from pathlib import Path
 import click
 
 from sojourn.cli.databases import database_option
-from sojourn.cli.observing import observing_options
+from sojourn.cli.egress import egress_options
+from sojourn.cli.observing import observing, observing_options
+from sojourn.cli.serving import cache_bytes_option, e2b_internet_option, store_key_file_option
 
 
 @click.command("up", help="Run the server until it is stopped (SIGTERM, Ctrl-C).")
@@ -35,18 +37,8 @@ from sojourn.cli.observing import observing_options
     help="Object store of snapshots: a directory, file:///DIR, s3://BUCKET/PREFIX, or none."
     " [SOJOURN_STORE; else `objects` in the data directory]",
 )
-@click.option(
-    "--store-key-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File with the secret that encrypts a new object store and opens an encrypted one."
-    " [SOJOURN_STORE_KEY_FILE, or the secret itself in SOJOURN_STORE_KEY]",
-)
-@click.option(
-    "--cache-bytes",
-    type=click.IntRange(min=0),
-    envvar="SOJOURN_CACHE_BYTES",
-    help="Most the node's own store takes; what is durable and unused goes first. [no limit]",
-)
+@store_key_file_option
+@cache_bytes_option
 @click.option(
     "--store-collect",
     type=click.FloatRange(min=0),
@@ -71,38 +63,8 @@ from sojourn.cli.observing import observing_options
     help="Below this domain each exposed port has a name; https://DOMAIN or http://DOMAIN:PORT"
     " where something in front of the server answers there. [SOJOURN_PORTS_DOMAIN]",
 )
-@click.option(
-    "--egress-namespace",
-    envvar="SOJOURN_EGRESS_NAMESPACE",
-    help="Path of a network namespace in which connections of sessions are made."
-    " [SOJOURN_EGRESS_NAMESPACE; else the server's own]",
-)
-@click.option(
-    "--egress-nameservers",
-    envvar="SOJOURN_EGRESS_NAMESERVERS",
-    help="Name servers that are asked for sessions: ADDRESS[,...]."
-    " [SOJOURN_EGRESS_NAMESERVERS; else the host's]",
-)
-@click.option(
-    "--egress-private",
-    envvar="SOJOURN_EGRESS_PRIVATE",
-    help="Private networks that policies may name: NETWORK[,...]."
-    " [SOJOURN_EGRESS_PRIVATE; else none]",
-)
-@click.option(
-    "--egress-roots",
-    envvar="SOJOURN_EGRESS_ROOTS",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File of certificates (PEM) that are trusted outside beside the system's."
-    " [SOJOURN_EGRESS_ROOTS]",
-)
-@click.option(
-    "--e2b-internet",
-    envvar="SOJOURN_E2B_INTERNET",
-    is_flag=True,
-    help="Let sandboxes of E2B's clients reach the internet where they do not say whether they may."
-    " [SOJOURN_E2B_INTERNET]",
-)
+@egress_options
+@e2b_internet_option
 @observing_options
 def command(
     data: Path | None,
@@ -124,7 +86,6 @@ def command(
     health_listen: str | None,
 ) -> None:
     from sojourn.cli.databases import database_location
-    from sojourn.cli.observing import observing
     from sojourn.cli.stores import store_location, store_secret
     from sojourn.model.paths import data_directory
     from sojourn.server.app import run

@@ -113,14 +113,21 @@ class Context:
 
     def require_room(self, wanted: Limits, but: str | None = None) -> None:
         """Raise CapacityExhausted where this node has no room for one more sandbox, beside those of
-        all sessions that run or are being created but one."""
+        all sessions that run or are being created but one. Of those that are being created the
+        first ones get what there is: they must not keep each other out."""
         if self.node is None:
             return
-        running = [
-            active.session.limits
-            for active in self.registry.all()
-            if active.id != but and (active.session.live or active.state is SessionState.CREATING)
-        ]
+        own = self.registry.held(but) if but is not None else None
+        creating = own is not None and own.state is SessionState.CREATING
+
+        def counts(active: ActiveSession) -> bool:
+            if active is own:
+                return False
+            if active.state is not SessionState.CREATING:
+                return active.session.live
+            return own is None or not creating or _came(active) < _came(own)
+
+        running = [active.session.limits for active in self.registry.all() if counts(active)]
         self.node.require_room(summed(running), wanted)
 
     @property
@@ -233,3 +240,8 @@ class Context:
             for chore in list(self._chores):
                 chore.cancel()
             await asyncio.gather(*list(self._chores), return_exceptions=True)
+
+
+def _came(active: ActiveSession) -> tuple[float, str]:
+    """The order in which sessions were made."""
+    return active.session.created_at, active.id

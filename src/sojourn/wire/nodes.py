@@ -1,4 +1,5 @@
-"""Schemas of nodes: what operators see of them, how one joins, and how it renews its certificate.
+"""Schemas of nodes: what operators see of them, how one joins, how it renews its certificate, and
+what servers ask of it.
 
 Binary values are base64 strings, certificates and signing requests PEM texts.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sojourn.model.nodes import Resources
 from sojourn.wire.api import Request
 
 
@@ -104,3 +106,33 @@ class MigrateRequest(Request, frozen=True):
     """Where to; None: the cluster chooses."""
 
     node: str | None = None
+
+
+# -- what servers ask of nodes ------------------------------------------------------------------
+
+
+class EvictRequest(msgspec.Struct, frozen=True):
+    """Put away the session that has been idle for longest, when that is at least `idle` seconds,
+    and others as long as there is not room for `need`."""
+
+    need: Resources
+    idle: float = 0.0
+
+
+class Evicted(msgspec.Struct, frozen=True):
+    """Whether there is room now, and what was put away for that."""
+
+    room: bool
+    sessions: list[str] = []
+
+
+class PrefetchRequest(msgspec.Struct, frozen=True):
+    """Bring a snapshot; without one: what a migration to this node sends."""
+
+    snapshot: str | None = None
+
+
+class RefreshRequest(msgspec.Struct, frozen=True):
+    """What was changed elsewhere: secrets, templates or tokens."""
+
+    what: str = ""

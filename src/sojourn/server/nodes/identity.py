@@ -12,7 +12,7 @@ import msgspec
 
 from sojourn.errors import CapacityExhausted
 from sojourn.model import Limits
-from sojourn.model.nodes import Fence, Node, NodeState, Resources
+from sojourn.model.nodes import Fence, Node, NodeState, Resources, summed
 from sojourn.node.isolation.cgroups import CgroupTree
 from sojourn.node.watchdog import Watchdog
 from sojourn.server.cluster import scheduler
@@ -21,7 +21,7 @@ from sojourn.server.nodes.lease import LEASE_SECONDS, Lease
 
 class NodeSettings(msgspec.Struct, frozen=True):
     """How a node takes part. `address` is where servers reach it, `capacity` what of the machine
-    sessions may use (the limits of those that run, added up)."""
+    sessions may use (the limits of those that run, added up, up to `overcommit` times)."""
 
     id: str
     address: str
@@ -29,6 +29,7 @@ class NodeSettings(msgspec.Struct, frozen=True):
     capacity: Resources | None = None
     labels: dict[str, str] = {}
     taints: list[str] = []
+    overcommit: scheduler.Settings = scheduler.Settings()
 
 
 class NodeIdentity:
@@ -67,14 +68,7 @@ class NodeIdentity:
     def require_room(self, used: Resources, wanted: Limits) -> None:
         """Raise CapacityExhausted where one more sandbox does not fit beside what is in use. Who
         places sessions knows only what was in use at the last renewal."""
-        has, factors = self.capacity, scheduler.Settings()
-        rows = (
-            (has.cpus * factors.cpus, used.cpus + wanted.cpus),
-            (has.memory_bytes * factors.memory, used.memory_bytes + wanted.memory_bytes),
-            (has.disk_bytes * factors.disk, used.disk_bytes + wanted.disk_bytes),
-            (has.sessions, used.sessions + 1),
-        )
-        if any(limit > 0 and sum > limit for limit, sum in rows):
+        if not scheduler.fits(self.capacity, used, summed([wanted]), self.settings.overcommit):
             raise CapacityExhausted(f"node {self.id} has no room for the session", node=self.id)
 
     def _fenced(self) -> None:

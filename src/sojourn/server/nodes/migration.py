@@ -114,7 +114,7 @@ class Migration:
         """The best node for a session but this one. Raises Conflict."""
         need = await self._need(session)
         nodes = await self._context.database.list_nodes()
-        found = scheduler.choose(nodes, need, scheduler.Settings())
+        found = scheduler.choose(nodes, need, self._node.settings.overcommit)
         if isinstance(found, scheduler.Refusal):
             raise Conflict(
                 f"no other node can take the session: {found.cause}",
@@ -138,7 +138,8 @@ class Migration:
     async def _require_fit(self, node: Node, session: Session) -> None:
         need = await self._need(session)
         cause = scheduler.unfit(node, need)
-        if cause is None and not scheduler.has_room(node, need.resources, scheduler.Settings()):
+        overcommit = self._node.settings.overcommit
+        if cause is None and not scheduler.has_room(node, need.resources, overcommit):
             cause = "is full"
         if cause is not None:
             raise Conflict(

@@ -20,30 +20,11 @@ import msgspec
 from litestar.types import Receive, Scope, Send
 
 from sojourn.errors import NotFound, SojournError
-from sojourn.model.nodes import Resources
 from sojourn.server.answers import Answer, empty_answer, error_answer, internal_error, json_answer
 from sojourn.server.cluster.callers import HEADER, decode_principal
 from sojourn.server.endpoints import MAX_JSON_BODY, PRINCIPAL, decode_body
 from sojourn.server.nodes.service import NodeService
-
-
-class Prefetch(msgspec.Struct, frozen=True):
-    """Without a snapshot: what a migration to this node sends."""
-
-    snapshot: str | None = None
-
-
-class Evict(msgspec.Struct, frozen=True):
-    """Room for `need`, by what has been idle for `idle` seconds."""
-
-    need: Resources
-    idle: float = 0.0
-
-
-class Refresh(msgspec.Struct, frozen=True):
-    """What was changed: secrets, templates or tokens."""
-
-    what: str = ""
+from sojourn.wire.nodes import EvictRequest, PrefetchRequest, RefreshRequest
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -91,9 +72,9 @@ async def _refresh(node: NodeService, _ref: str, body: bytes) -> Answer:
     return empty_answer()
 
 
-_PREFETCH = msgspec.json.Decoder(Prefetch)
-_EVICT = msgspec.json.Decoder(Evict)
-_REFRESH = msgspec.json.Decoder(Refresh)
+_PREFETCH = msgspec.json.Decoder(PrefetchRequest)
+_EVICT = msgspec.json.Decoder(EvictRequest)
+_REFRESH = msgspec.json.Decoder(RefreshRequest)
 _ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "health"): _health,
     ("POST", "operations"): _operations,

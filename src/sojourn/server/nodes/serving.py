@@ -24,7 +24,7 @@ import msgspec
 from sojourn.errors import InvalidRequest, SojournError
 from sojourn.model.nodes import Resources
 from sojourn.server.app import ApiProtocol, make_server
-from sojourn.server.cluster import joining, pki
+from sojourn.server.cluster import joining, pki, scheduler
 from sojourn.server.cluster.identity import Identity
 from sojourn.server.e2b.ids import load_key
 from sojourn.server.e2b.settings import Settings
@@ -57,6 +57,7 @@ class RunSettings(msgspec.Struct, frozen=True):
     lease: float = LEASE_SECONDS
     capacity: Resources | None = None
     taints: list[str] = []
+    overcommit: scheduler.Settings = scheduler.Settings()
     egress: EgressSettings = EgressSettings()
     e2b: Settings = Settings()
     cache_bytes: int | None = None
@@ -163,6 +164,7 @@ def _service(
             capacity=settings.capacity,
             labels=identity.labels,
             taints=settings.taints,
+            overcommit=settings.overcommit,
         ),
     )
 

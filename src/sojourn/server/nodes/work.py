@@ -12,8 +12,6 @@ import asyncio
 import logging
 import time
 
-import msgspec
-
 from sojourn.errors import SessionNotFound, SojournError
 from sojourn.model import Session, SessionState
 from sojourn.model.nodes import NodeState, Resources
@@ -28,6 +26,7 @@ from sojourn.server.pauses import Pauses
 from sojourn.server.registry import ActiveSession
 from sojourn.server.repeating import repeat
 from sojourn.server.snapshots import Snapshots
+from sojourn.wire.nodes import Evicted
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +37,6 @@ _MOVES_AT_ONCE = 2
 _DRAIN_AGAIN = 5.0
 _ENDING = ("delete", VERB)
 WHO = Principal(tenant="", actor="cluster", role="operator")
-
-
-class Evicted(msgspec.Struct, frozen=True):
-    """Whether there is room now, and what was put away for that."""
-
-    room: bool
-    sessions: list[str] = []
 
 
 class NodeWork:
@@ -229,18 +221,17 @@ class NodeWork:
 
     # -- room -------------------------------------------------------------------------------
 
-    async def has_room(self, need: Resources) -> bool:
+    def _has_room(self, need: Resources) -> bool:
         """Whether the limits of one more sandbox fit."""
-        node = await self._context.database.get_node(self._node.id)
-        now = msgspec.structs.replace(node, used=self._context.agent.committed())
-        return scheduler.has_room(now, need, scheduler.Settings())
+        used = self._context.agent.committed()
+        return scheduler.fits(self._node.capacity, used, need, self._node.settings.overcommit)
 
     async def evict(self, need: Resources, idle: float) -> Evicted:
         """Put away what has been idle for `idle` seconds or more, the longest first, until there
         is room for `need`."""
         gone: list[str] = []
         for active in await self._idle(idle):
-            if await self.has_room(need):
+            if self._has_room(need):
                 break
             try:
                 operation = await self._operations.begin(
@@ -251,7 +242,7 @@ class NodeWork:
                 log.info("session %s is not put away for another: %s", active.id, error.message)
                 continue
             gone.append(active.id)
-        return Evicted(await self.has_room(need), gone)
+        return Evicted(self._has_room(need), gone)
 
     async def _idle(self, seconds: float) -> list[ActiveSession]:
         """Those that may be put away, idle for longest first."""
