@@ -6,7 +6,7 @@ import pytest
 
 from sojourn.errors import InvalidRequest
 from sojourn.gateway.port_requests import Wanted, inside_headers
-from sojourn.server.ports import PortSettings, Public
+from sojourn.server.port_settings import PortSettings, Public
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from sojourn.model.network import NetworkMode, NetworkPolicy, NetworkRule, Secre
 from sojourn.server.base import Principal
 from sojourn.server.gateways import EgressSettings, Wanted
 from sojourn.server.networks import Networks
-from sojourn.server.ports import Ports, PortSettings
+from sojourn.server.port_settings import PortSettings
+from sojourn.server.ports import Ports
 from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.secrets import Secrets
 from sojourn.server.updates import Updates

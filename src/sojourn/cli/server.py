@@ -118,7 +118,7 @@ def command(
     from sojourn.server.cluster.scheduler import read_settings
     from sojourn.server.cluster.serving import ServerSettings, environment_number, run_server
     from sojourn.server.nodes.lease import LEASE_SECONDS
-    from sojourn.server.ports import PortSettings
+    from sojourn.server.port_settings import PortSettings
     from sojourn.server.secret_store import parse_key
 
     place_of_data = (data or data_directory()).absolute()

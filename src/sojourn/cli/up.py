@@ -91,7 +91,7 @@ def command(
     from sojourn.server.app import run
     from sojourn.server.e2b.settings import Settings
     from sojourn.server.gateways import egress_settings
-    from sojourn.server.ports import PortSettings
+    from sojourn.server.port_settings import PortSettings
     from sojourn.server.replication import StoreSettings
     from sojourn.server.service_factory import open_service
 

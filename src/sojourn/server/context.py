@@ -30,7 +30,8 @@ from sojourn.server.guards import StoreGuard
 from sojourn.server.manifests import Manifests
 from sojourn.server.networks import Networks
 from sojourn.server.nodes.identity import NodeIdentity
-from sojourn.server.ports import Ports, PortSettings
+from sojourn.server.port_settings import PortSettings
+from sojourn.server.ports import Ports
 from sojourn.server.registry import ActiveSession, Registry
 from sojourn.server.replication import Replicator
 from sojourn.server.secrets import Secrets

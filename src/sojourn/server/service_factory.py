@@ -33,7 +33,7 @@ from sojourn.server.data import data_lock
 from sojourn.server.gateways import EgressSettings
 from sojourn.server.nodes.identity import NodeIdentity, NodeSettings
 from sojourn.server.nodes.starting import start_node
-from sojourn.server.ports import PortSettings, of_cluster
+from sojourn.server.port_settings import PortSettings, of_cluster
 from sojourn.server.replication import Replicator, StoreSettings
 from sojourn.server.secrets import Secrets
 from sojourn.server.sessions import Sessions

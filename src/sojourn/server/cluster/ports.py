@@ -32,7 +32,7 @@ from sojourn.server.cluster.relays import Relay
 from sojourn.server.cluster.targets import PATIENCE_SECONDS, Targets
 from sojourn.server.cluster.upstream import CONNECT_SECONDS, Broken, NotSent, Upstream
 from sojourn.server.host_ports import listening
-from sojourn.server.ports import OUTSIDE, Outside, PortSettings
+from sojourn.server.port_settings import OUTSIDE, Outside, PortSettings
 from sojourn.server.repeating import repeat
 from sojourn.server.splicing import Streams, splice
 

@@ -55,7 +55,7 @@ from sojourn.server.cluster.values import ClusterValues, open_values
 from sojourn.server.health_listener import health_listener
 from sojourn.server.nodes.lease import LEASE_SECONDS
 from sojourn.server.observed import Observed, by_token
-from sojourn.server.ports import PortSettings
+from sojourn.server.port_settings import PortSettings
 from sojourn.server.route_patterns import RoutePatterns
 from sojourn.store.copying import write_whole
 

@@ -35,7 +35,7 @@ from sojourn.server.nodes.identity import NodeSettings
 from sojourn.server.nodes.lease import LEASE_SECONDS
 from sojourn.server.nodes.routes import NodeApp
 from sojourn.server.nodes.tunnels import Tunnels
-from sojourn.server.ports import PortSettings
+from sojourn.server.port_settings import PortSettings
 from sojourn.server.replication import StoreSettings
 from sojourn.server.service_factory import open_service
 from sojourn.server.sessions import Sessions
