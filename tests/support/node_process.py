@@ -195,7 +195,10 @@ def run(arguments: list[str]) -> int:
     """Run a node as the settings in the first argument say."""
     asked = json.loads(arguments[0])
     logging.basicConfig(
-        level="INFO", stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level="INFO",
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
     )
     real = serving.NodeApp
 
