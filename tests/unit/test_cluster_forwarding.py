@@ -126,6 +126,17 @@ def test_what_nodes_answer_to_servers_is_not_passed_on(run: Callable[..., None])
     run(work)
 
 
+def test_a_client_that_names_no_host_is_answered(run: Callable[..., None]) -> None:
+    async def work(found: Cluster) -> None:
+        asks = f"GET /v1/sessions HTTP/1.0\r\nauthorization: Bearer {found.token}\r\n\r\n"
+        reader, writer = await asyncio.open_connection(*found.address)
+        writer.write(asks.encode())
+        assert (await reader.readline()).split()[1] == b"200"
+        writer.close()
+
+    run(work)
+
+
 def test_another_tenants_session_is_looked_for_in_the_callers_name(
     run: Callable[..., None],
 ) -> None:
@@ -286,6 +297,33 @@ def test_what_a_session_is_made_with_may_be_large(run: Callable[..., None]) -> N
                 assert error_of(answer).code == "too_large"
         got, _, answer = await found.request("POST", "/v1/sessions", b'{"limits": "what"}')
         assert (got, answer) == (200, b"18")  # the node says what is wrong with it
+
+    run(work)
+
+
+def test_a_signed_address_is_asked_of_each_node_until_one_knows_it(
+    run: Callable[..., None],
+) -> None:
+    async def work(found: Cluster) -> None:
+        knows = found.nodes[1]
+
+        async def does(asked: Asked) -> None:
+            body = await asked.body()
+            known = asked.node is knows and b"signature=good" in asked.query
+            await asked.answer(body or b"here", 200 if known else 401)
+
+        for node in found.nodes:
+            node.does = does
+        for _ in range(4):
+            assert (await found.request("GET", "/files?signature=good"))[2] == b"here"
+        for size, status in ((100_000, 200), (2 << 20, None)):
+            got, _, body = await found.request("POST", "/files?signature=good", b"x" * size)
+            assert got in (200, 401) if status is None else got == status
+        assert (await found.request("GET", "/files?signature=bad"))[0] == 401
+        knows.got.clear()
+        found.nodes[0].got.clear()
+        assert (await found.request("GET", "/files"))[0] == 401
+        assert sum(len(node.got) for node in found.nodes) == 1  # without one nobody knows more
 
     run(work)
 

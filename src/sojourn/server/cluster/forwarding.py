@@ -33,7 +33,7 @@ from sojourn.server.base import Principal
 from sojourn.server.cluster import callers
 from sojourn.server.cluster.bodies import KEPT_BYTES, Body, ClientLeft
 from sojourn.server.cluster.rooms import Rooms
-from sojourn.server.cluster.routing import Kind, Wanted
+from sojourn.server.cluster.routing import Kind, Style, Wanted
 from sojourn.server.cluster.targets import PATIENCE_SECONDS, Target, Targets, new_need
 from sojourn.server.cluster.upstream import Answer, Broken, Headers, NotSent, Upstream
 from sojourn.server.endpoints import MAX_JSON_BODY
@@ -178,6 +178,10 @@ class Exchange:
             except BaseException:
                 _cancel(target)
                 raise
+            if answer.status == 401 and self._elsewhere(target):
+                await answer.close()
+                self._avoid |= {target.node.id}
+                continue
             if answer.status not in _LOOKED_AT:
                 _settle(target, answer.status)
                 return answer
@@ -250,6 +254,15 @@ class Exchange:
                 b"" if self._body.empty else self._body.content(),
                 connected=connected,
             )
+
+    def _elsewhere(self, target: Target) -> bool:
+        """Whether what a node does not know may be another's: a signed address of a file names no
+        sandbox, and only the node that has it knows the signature."""
+        wanted = self._wanted
+        signed = wanted.style is Style.E2B_FILES and b"signature=" in self._scope["query_string"]
+        if not signed or wanted.ref is not None or not self._body.replayable:
+            return False
+        return self._targets.others(self._avoid | {target.node.id})
 
     async def _not_reached(self, target: Target, error: NotSent) -> None:
         """The node did not get it: another one does, or the same one when it is there again."""
@@ -379,6 +392,8 @@ def _request_headers(given: list[tuple[bytes, bytes]], who: Principal | None) ->
     if who is not None:
         dropped |= {b"authorization", b"x-api-key"}
     headers = [(name, value) for name, value in given if name not in dropped]
+    if not any(name == b"host" for name, _ in headers):
+        headers.append((b"host", b""))  # HTTP/1.0 has none; 1.1 wants one
     if who is not None:
         headers.append((callers.HEADER, callers.encode_principal(who)))
     return headers
