@@ -623,6 +623,57 @@ def test_a_stop_cuts_off_streams_and_lets_the_rest_end(run: Callable[..., None])
     run(work)
 
 
+def test_a_stop_lets_a_command_tell_that_it_was_begun(run: Callable[..., None]) -> None:
+    """Cut off before, its client could not know; it would have to ask whoever asked for it."""
+
+    async def work(found: Cluster) -> None:
+        node = found.nodes[0]
+        session = await found.session(node.id)
+        began, go_on = asyncio.Event(), asyncio.Event()
+
+        async def does(asked: Asked) -> None:
+            await asked.start(200)
+            began.set()
+            await go_on.wait()
+            await asked.write(b"begun and done", more=False)
+
+        node.does = does
+        asking = asyncio.create_task(found.request("POST", f"/v1/sessions/{session.id}/exec"))
+        await began.wait()
+        await asyncio.sleep(0.1)  # until the head has passed
+        found.front.begin_stop()
+        go_on.set()
+        assert (await asking)[2] == b"begun and done"
+
+    run(work)
+
+
+def test_a_stop_cuts_off_in_the_end_what_goes_on_and_on(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sojourn.server.cluster.front._BEGIN_SECONDS", 0.1)
+
+    async def work(found: Cluster) -> None:
+        node = found.nodes[0]
+        session = await found.session(node.id)
+
+        async def does(asked: Asked) -> None:
+            await asked.start(200)
+            await asked.write(b"begun")
+            await asyncio.sleep(60)
+
+        node.does = does
+        reader, writer = await connect(found, "POST", f"/v1/sessions/{session.id}/exec")
+        read = b""
+        while b"begun" not in read:
+            read += await reader.read(100)
+        found.front.begin_stop()
+        assert not (await reader.read()).endswith(b"0\r\n\r\n")
+        writer.close()
+
+    run(work)
+
+
 # -- what is shared -----------------------------------------------------------------------------
 
 

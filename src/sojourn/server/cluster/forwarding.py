@@ -115,6 +115,11 @@ class Exchange:
         """Whether its answer comes over time."""
         self._finished = False
 
+    @property
+    def asks(self) -> bool:
+        """Whether it only asks, so that asking again does no harm."""
+        return self._scope["method"] in ("GET", "HEAD")
+
     def end(self, cause: Exception) -> None:
         """End it from outside."""
         if self._ended is None and self._task is not None and not self._finished:

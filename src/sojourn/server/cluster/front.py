@@ -7,6 +7,7 @@ were changed are in force at all nodes and servers when the change is answered.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -39,6 +40,7 @@ from sojourn.server.e2b import connect, failures, ids
 log = logging.getLogger(__name__)
 
 _REFRESH_SECONDS = 20.0
+_BEGIN_SECONDS = 5.0
 _JSON = (b"content-type", b"application/json")
 
 
@@ -76,10 +78,16 @@ class Front:
                 exchange.end(lost(node.id))
 
     def begin_stop(self) -> None:
-        """Cut off streams, which clients attach to again at another server; the rest may end."""
+        """Cut off streams, which clients attach to again at another server; the rest may end. A
+        stream that begins something is given time to tell what: before, nobody could attach to
+        it, nor know whether it was begun."""
         self._stopping = True
+        self._cut_off(asked_only=True)
+        asyncio.get_running_loop().call_later(_BEGIN_SECONDS, self._cut_off)
+
+    def _cut_off(self, *, asked_only: bool = False) -> None:
         for exchange in list(self._under_way):
-            if exchange.started and exchange.streaming:
+            if exchange.started and exchange.streaming and (exchange.asks or not asked_only):
                 exchange.end(Broken("the server stops"))
 
     @property
