@@ -12,7 +12,9 @@ import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import pytest
 
@@ -107,6 +109,37 @@ def test_sessions_are_spread_and_follow_what_operators_say(
     assert moved.info.state == "running"
     assert holder(client, counted.id) == "n1"
     assert counted.exec("cat /dev/shm/memory").text == "kept\n"
+
+
+def test_e2bs_clients_use_any_server(cluster: LoopbackCluster, client: Sojourn) -> None:
+    from e2b_code_interpreter import Sandbox
+
+    def point(name: str) -> dict[str, Any]:
+        url = cluster.servers[name].told
+        return {"api_url": url, "sandbox_url": url, "api_key": cluster.token}
+
+    boxes = [Sandbox.create(timeout=300, **point("s1")) for _ in range(2)]
+    for number, box in enumerate(boxes):
+        box.files.write("/tmp/kept", f"box {number}")
+        box.run_code(f"n = {number}")
+    for number, box in enumerate(boxes):
+        other = Sandbox.connect(box.sandbox_id, **point("s2"))
+        assert other.commands.run("cat /tmp/kept").stdout == f"box {number}"
+        assert other.run_code("n").text == str(number)
+    assert {one.sandbox_id for one in Sandbox.list(**point("s2")).next_items()} == {
+        box.sandbox_id for box in boxes
+    }
+    boxes[0].pause()
+    again = Sandbox.connect(boxes[0].sandbox_id, **point("s2"))
+    assert again.run_code("n").text == "0"
+    client.sessions.get("ses_" + again.sandbox_id.removeprefix("ses-")).migrate()
+    assert again.run_code("n").text == "0"
+    # A signed address names no sandbox: whichever node gets it finds out.
+    for number, box in enumerate(boxes):
+        with urlopen(box.download_url("/tmp/kept"), timeout=60) as answer:
+            assert answer.read() == f"box {number}".encode()
+    for box in boxes:
+        assert box.kill()
 
 
 def test_nodes_are_the_operators_and_tokens_work_once(

@@ -65,6 +65,10 @@ class Targets:
         self._turn += 1
         return sorted(usable, key=lambda node: node.id)[self._turn % len(usable)]
 
+    def others(self, asked: Iterable[str]) -> bool:
+        """Whether there are nodes that serve and were not asked."""
+        return any(node.id not in asked for node in self._members.living())
+
     # -- new sessions -----------------------------------------------------------------------
 
     async def place(self, tenant: str, need: Need) -> Target:
