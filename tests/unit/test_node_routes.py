@@ -39,6 +39,9 @@ class FakeNode:
         self.work = self
         self.holding = self
 
+    async def hold(self, id: str) -> None:
+        self.asked.append(("take", id))
+
     async def release(self, ref: str) -> None:
         if self.failure is not None:
             raise self.failure
@@ -93,6 +96,7 @@ def node_app(inner: Any = nothing) -> tuple[NodeApp, FakeNode]:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "asked"),
     [
+        ("POST", "/node/sessions/ses_1/take", b"", 204, ("take", "ses_1")),
         ("POST", "/node/sessions/ses_1/release", b"", 204, ("release", "ses_1")),
         ("POST", "/node/sessions/ses_1/prefetch", b"{}", 202, ("prefetch", "ses_1", None)),
         (
@@ -135,6 +139,7 @@ def test_a_hint_wakes_the_node_and_health_tells_of_the_lease() -> None:
     [
         ("GET", "/node/evict"),
         ("POST", "/node/release"),
+        ("POST", "/node/take"),
         ("POST", "/node/sessions/ses_1/evict"),
         ("POST", "/node/"),
         ("POST", "/node/sessions/ses_1/release/more"),

@@ -25,8 +25,7 @@ from sojourn.database.base import Database
 from sojourn.errors import NodeUnavailable, PortNotFound, SessionNotFound, SojournError
 from sojourn.model.nodes import Node
 from sojourn.model.ports import ExposedPort, PortKind
-from sojourn.server.base import Principal
-from sojourn.server.cluster import callers, pki
+from sojourn.server.cluster import pki
 from sojourn.server.cluster.members import Members
 from sojourn.server.cluster.relays import Relay
 from sojourn.server.cluster.targets import PATIENCE_SECONDS, Targets
@@ -229,28 +228,21 @@ class ClusterPorts:
         if reservation is None:
             return target.node
         try:
-            await self._take(target.node, found.tenant, session)
+            await self._take(target.node, session)
         except BaseException:
             reservation.cancel()
             raise
         reservation.settle()
         return target.node
 
-    async def _take(self, node: Node, tenant: str, session: str) -> None:
-        """Have a node take a session that nobody holds: it does when it is asked about it."""
-        who = Principal(tenant=tenant, actor="exposed port", role="tenant")
-        header = [(callers.HEADER, callers.encode_principal(who))]
+    async def _take(self, node: Node, session: str) -> None:
+        """Have a node take a session that nobody holds."""
+        path = f"/node/sessions/{session}/take".encode()
         try:
-            status, _ = await self._upstream.call(
-                node,
-                b"GET",
-                f"/v1/sessions/{session}".encode(),
-                headers=header,
-                timeout=_TAKE_SECONDS,
-            )
+            status, _ = await self._upstream.call(node, b"POST", path, timeout=_TAKE_SECONDS)
         except (NotSent, Broken) as error:
             raise NodeUnavailable(f"the session's node cannot be reached: {error}") from error
-        if status != 200:
+        if status >= 300:
             raise NodeUnavailable(f"the session moves between nodes (HTTP {status})")
 
     async def _connect(self, node: Node, carries: str) -> Streams:

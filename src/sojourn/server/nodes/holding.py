@@ -132,6 +132,11 @@ class Holding:
             with contextlib.suppress(SnapshotNotFound):  # removed meanwhile
                 await self._context.replicator.durable(id, left)
 
+    async def hold(self, id: str) -> None:
+        """Hold a session that nobody holds; one that this node holds stays. Raises
+        SessionNotFound, SessionElsewhere."""
+        await self._context.registry.find(None, id)
+
     async def mine(self, ref: str) -> ActiveSession:
         """A session that this node holds already. Raises SessionNotFound, SessionElsewhere."""
         session = await self._context.registry.look(None, ref)

@@ -4,6 +4,7 @@ Guarantee: nobody but a server reaches these addresses, since the node's listene
 connection; whatever fails is answered with an error body as everywhere.
 
     GET  /node/health                             whether it holds its lease
+    POST /node/sessions/{id}/take                 hold one that nobody holds
     POST /node/sessions/{ref}/release             let go of one that is put away, once it is safe
     POST /node/sessions/{ref}/prefetch            {snapshot}: bring it; {}: a migration comes here
     POST /node/operations                         look now for what was handed over
@@ -46,6 +47,11 @@ async def _health(node: NodeService, _ref: str, _body: bytes) -> Answer:
     return json_answer(told, 200 if held else 503)
 
 
+async def _take(node: NodeService, ref: str, _body: bytes) -> Answer:
+    await node.holding.hold(ref)
+    return empty_answer()
+
+
 async def _release(node: NodeService, ref: str, _body: bytes) -> Answer:
     await node.holding.release(ref)
     return empty_answer()
@@ -80,9 +86,13 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "operations"): _operations,
     ("POST", "evict"): _evict,
     ("POST", "refresh"): _refresh,
+    ("POST", "take"): _take,
     ("POST", "release"): _release,
     ("POST", "prefetch"): _prefetch,
 }
+
+
+_OF_SESSIONS = ("take", "release", "prefetch")
 
 
 class NodeApp:
@@ -115,9 +125,9 @@ class NodeApp:
         try:
             parts = asked["path"].split("/")[2:]
             match parts:
-                case ["sessions", ref, verb] if verb in ("release", "prefetch"):
+                case ["sessions", ref, verb] if verb in _OF_SESSIONS:
                     handler = _ROUTES.get((asked["method"], verb))
-                case [verb] if verb not in ("release", "prefetch"):
+                case [verb] if verb not in _OF_SESSIONS:
                     ref, handler = "", _ROUTES.get((asked["method"], verb))
                 case _:
                     ref, handler = "", None
