@@ -12,7 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from sojourn.gateway import authority as module
-from sojourn.gateway.authority import Authority, open_authority
+from sojourn.gateway.authority import Authority, open_authority, trusted
 
 
 def shake_hands(authority: Authority, host: str, trusted: bytes, *, least: str = "") -> str | None:
@@ -78,6 +78,11 @@ def test_a_certificate_that_is_not_the_keys_is_made_anew(tmp_path: Path) -> None
     other = open_authority(tmp_path / "other").pem
     (tmp_path / "ca.pem").write_bytes(other)
     assert open_authority(tmp_path).pem != other
+
+
+def test_what_is_to_be_trusted_takes_no_process(tmp_path: Path) -> None:
+    told = trusted(tmp_path)
+    assert told == open_authority(tmp_path).pem == trusted(tmp_path)
 
 
 def test_it_may_sign_for_no_other_authority(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import types
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,10 +13,11 @@ import msgspec
 import pytest
 
 from sojourn.database import Database, open_database
-from sojourn.errors import InvalidRequest, Unreachable
+from sojourn.errors import FileMissing, InvalidRequest, Unreachable
 from sojourn.gateway.messages import Attach
 from sojourn.model import Session, SessionState
 from sojourn.model.network import NetworkMode, NetworkPolicy, NetworkRule, SecretUse
+from sojourn.node import authorities
 from sojourn.server.base import Principal
 from sojourn.server.gateways import EgressSettings, Wanted
 from sojourn.server.networks import Networks
@@ -57,6 +59,10 @@ class FakeGateway:
 class BrokenGateway(FakeGateway):
     """One that cannot start."""
 
+    def __init__(self, authority: Path) -> None:
+        super().__init__()
+        self.authority = authority
+
     async def need(self) -> None:
         raise Unreachable("the gateway process does not start: no such namespace")
 
@@ -65,6 +71,19 @@ class BrokenGateway(FakeGateway):
 
     async def detach(self, sandbox: str) -> None:
         """It serves nobody."""
+
+
+class FakeGuest:
+    """A session without certificates of its own, and what is written into it."""
+
+    def __init__(self) -> None:
+        self.written: dict[bytes, bytes] = {}
+
+    async def stat(self, path: bytes) -> None:
+        raise FileMissing(os.fsdecode(path))
+
+    async def write_file(self, path: bytes, data: bytes, **_: object) -> None:
+        self.written[path] = data
 
 
 def run(
@@ -166,6 +185,7 @@ def test_a_gateway_that_cannot_start_is_in_the_events_and_told_by_the_change(
     )
     who = Principal(session.tenant, "someone", "tenant")
     switched: list[bool] = []
+    guest = FakeGuest()
 
     async def set_network(on: bool) -> None:
         switched.append(on)
@@ -174,7 +194,7 @@ def test_a_gateway_that_cannot_start_is_in_the_events_and_told_by_the_change(
         sandbox = types.SimpleNamespace(
             record=RECORD,
             frozen=False,
-            guest=None,
+            guest=guest,
             provide=lambda environment: None,
             set_network=set_network,
         )
@@ -190,7 +210,7 @@ def test_a_gateway_that_cannot_start_is_in_the_events_and_told_by_the_change(
             settings=EgressSettings(),
             authority=tmp_path / "authority",
         )
-        gateway: Any = BrokenGateway()
+        gateway: Any = BrokenGateway(tmp_path / "authority")
         networks.gateway = gateway
 
         async def commit(active: ActiveSession, changes: dict[str, Any], event: Any) -> None:
@@ -206,6 +226,8 @@ def test_a_gateway_that_cannot_start_is_in_the_events_and_told_by_the_change(
         assert active.session.network.rules == RULES
         (event,) = await database.list_events(session.id, kinds=["network.unavailable"])
         assert event.result == "unreachable" and "no such namespace" in event.details["message"]
+        # Nothing tells the session of the authority later, when there is a gateway.
+        assert guest.written == {authorities.BUNDLE: (tmp_path / "authority/ca.pem").read_bytes()}
         assert active.session.network.secrets == ["REMOVED_SINCE"]  # that it is gone stops nothing
         with pytest.raises(InvalidRequest, match="no secret 'UNKNOWN'"):
             await updates.change_network(who, session.id, NetworkChange(grant=["UNKNOWN"]))

@@ -124,6 +124,15 @@ def open_authority(directory: Path) -> Authority:
     return Authority(key, certificate)
 
 
+def trusted(directory: Path) -> bytes:
+    """What sandboxes are to trust. It does not take a gateway process: where none has run yet the
+    authority is made now. Raises OSError, ValueError."""
+    try:
+        return (directory / CERTIFICATE).read_bytes()
+    except FileNotFoundError:
+        return open_authority(directory).pem
+
+
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

@@ -269,13 +269,13 @@ class Networks:
             return []
 
     async def _certificates(self) -> bytes | None:
-        """The deployment's authority, which the gateway makes when it starts for the first time."""
-        from sojourn.gateway.authority import CERTIFICATE  # only where it is needed
+        """The deployment's authority, also while no gateway process runs: a sandbox is told of it
+        when it starts, and would go on without it when there is a process again."""
+        from sojourn.gateway.authority import trusted  # only where it is needed
 
         try:
-            await self.gateway.need()
-            return await asyncio.to_thread((self.gateway.authority / CERTIFICATE).read_bytes)
-        except (SojournError, OSError) as error:
+            return await asyncio.to_thread(trusted, self.gateway.authority)
+        except (OSError, ValueError) as error:
             log.error("the deployment's authority cannot be told to a session: %s", error)
             return None
 
