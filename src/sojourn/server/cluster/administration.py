@@ -166,6 +166,7 @@ class Administration:
             disk_free_bytes=sum(one.disk_free_bytes for one in told),
             store_bytes=sum(one.store_bytes for one in told),
             objects=objects,
+            database=next((one.database for one in told if one.database is not None), None),
         )
 
 
