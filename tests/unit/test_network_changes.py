@@ -113,6 +113,47 @@ def test_what_is_not_there_cannot_be_denied(target: str, told: str) -> None:
         change(deny=[target])
 
 
+@pytest.mark.parametrize(
+    ("wide", "target", "told"),
+    [
+        ("*.example.com", "a.example.com", r"rule 'example-com' allows \*\.example\.com"),
+        ("*.example.com:8443", "mail.example.com", "would still be reached"),
+        ("*.example.org", "*.wide.example.org", "would still be reached"),
+        ("93.184.216.0/24", "93.184.216.34", r"allows 93\.184\.216\.0/24"),
+        ("93.0.0.0/8:443", "93.185.0.0/16", "would still be reached"),
+    ],
+)
+def test_what_another_rule_allows_as_well_is_not_denied(wide: str, target: str, told: str) -> None:
+    policy = change(allow=allow(wide).rules)
+    with pytest.raises(InvalidRequest, match=told):
+        changed(policy, NetworkChange(deny=[target]))
+    # Both at once, in any order; the rule by its name; at a port that the other one does not have.
+    host = wide.partition(":")[0]
+    for both in ([target, host], [host, target]):
+        assert len(targets(changed(policy, NetworkChange(deny=both)))) <= len(policy.rules) - 1
+    assert changed(policy, NetworkChange(deny=[policy.rules[0].name])).rules == policy.rules[1:]
+    assert changed(policy, NetworkChange(deny=[target], mode=NetworkMode.NONE)).rules == []
+
+
+def test_a_port_that_a_wider_rule_does_not_allow_is_denied() -> None:
+    policy = change(allow=allow("*.example.com").rules)
+    left = changed(policy, NetworkChange(deny=["mail.example.com:25"]))
+    assert targets(left)["mail"] == (["mail.example.com"], [587])
+    with pytest.raises(InvalidRequest, match="would still be reached"):
+        changed(policy, NetworkChange(deny=["a.example.com:443"]))
+
+
+def test_a_rule_of_an_open_network_closes_what_is_private_alone() -> None:
+    rules = [NetworkRule("own", cidrs=["10.9.0.0/16"]), *allow("a.example.com").rules]
+    policy = NetworkPolicy(NetworkMode.OPEN, rules)
+    assert changed(policy, NetworkChange(deny=["10.9.0.0/16"])).rules == rules[1:]
+    with pytest.raises(InvalidRequest, match="would still be reached"):
+        changed(policy, NetworkChange(deny=["a.example.com"]))
+    assert changed(policy, NetworkChange(deny=["a-example-com"])).rules == rules[:1]
+    closed = changed(policy, NetworkChange(deny=["a.example.com"], mode=NetworkMode.ALLOWLIST))
+    assert closed.rules == rules[:1]
+
+
 def test_nothing_single_is_denied_of_an_open_network() -> None:
     with pytest.raises(InvalidRequest, match="open to every public address"):
         changed(NetworkPolicy(NetworkMode.OPEN), NetworkChange(deny=["a.example.com"]))

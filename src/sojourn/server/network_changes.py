@@ -1,7 +1,7 @@
 """Changes of a network policy by what they name; pure.
 
-Guarantee: what a change does not name stays as it is; what it names and is not there is refused,
-so that nobody believes something closed that is open.
+Guarantee: what a change does not name stays as it is; what it denies and is not there, or what
+something else still allows, is refused, so that nobody believes something closed that is open.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from sojourn.errors import InvalidRequest
+from sojourn.gateway.addresses import Class, classify
 from sojourn.gateway.names import HostRefused, covers, read_host
 from sojourn.model.network import NetworkMode, NetworkPolicy, NetworkRule
 from sojourn.wire.networks import NetworkChange
@@ -22,8 +23,12 @@ _WEB = (80, 443)
 def changed(policy: NetworkPolicy, change: NetworkChange) -> NetworkPolicy:
     """The policy with the change. Raises InvalidRequest."""
     mode, rules = policy.mode, list(policy.rules)
+    told = {rule.name for rule in rules}
     for target in change.deny:
         rules = _denied(mode, rules, target)
+    for target in change.deny:
+        if target not in told:  # who names a rule means no more than that rule
+            _require_closed(mode if change.mode is msgspec.UNSET else change.mode, rules, target)
     for rule in change.allow:
         if not any(_same(rule, known) for known in rules):
             names = {known.name for known in rules}
@@ -65,10 +70,9 @@ def _content(rule: NetworkRule) -> tuple[object, ...]:
 
 def _kept_form(name: str) -> str:
     """A domain or network as policies keep it; what is none, as it is."""
-    try:
-        return str(ipaddress.ip_network(name))
-    except ValueError:
-        pass
+    network = _network(name)
+    if network is not None:
+        return str(network)
     below = name.startswith("*.")
     try:
         host = read_host(name[2:] if below else name)
@@ -156,10 +160,7 @@ def _not_there(
             next_step="Have it reach a list only (mode allowlist), or nothing (mode none).",
             field="deny",
         )
-    wider = next(
-        ((rule.name, domain) for rule in rules for domain in rule.domains if _covers(domain, name)),
-        None,
-    )
+    wider = _wider(rules, name, None)
     if wider is not None:
         return InvalidRequest(
             f"no rule names {target!r} by itself: rule {wider[0]!r} allows {wider[1]}",
@@ -174,5 +175,54 @@ def _not_there(
     )
 
 
-def _covers(domain: str, name: str) -> bool:
-    return name != domain and covers(domain, name)
+def _require_closed(mode: NetworkMode, rules: list[NetworkRule], target: str) -> None:
+    """Raise InvalidRequest where what was taken out of the rules is reached all the same."""
+    host, port = _split(target)
+    name = _kept_form(host)
+    if mode is NetworkMode.OPEN and not _is_private(name):
+        raise InvalidRequest(
+            f"{target!r} would still be reached: the network is open to every public address",
+            next_step="Have it reach a list only (mode allowlist), or deny the rule by its name.",
+            field="deny",
+        )
+    wider = _wider(rules, name, port)
+    if mode is not NetworkMode.NONE and wider is not None:
+        raise InvalidRequest(
+            f"{target!r} would still be reached: rule {wider[0]!r} allows {wider[1]}",
+            next_step=f"Deny {wider[1]}, too, and allow what is wanted of it.",
+            field="deny",
+        )
+
+
+def _wider(rules: list[NetworkRule], name: str, port: int | None) -> tuple[str, str] | None:
+    """A rule that allows a name or network by what holds more, and what that is; at any port where
+    none is given."""
+    for rule in rules:
+        for one in (*rule.domains, *rule.cidrs):
+            ports = rule.ports or (_WEB if one in rule.domains else ())
+            if _covers(one, name) and (port is None or not ports or port in ports):
+                return rule.name, one
+    return None
+
+
+def _network(name: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(name)
+    except ValueError:
+        return None
+
+
+def _is_private(name: str) -> bool:
+    """Whether it is a network that is reached by a rule alone, also where all else is open."""
+    network = _network(name)
+    ends = () if network is None else (network[0], network[-1])
+    return bool(ends) and all(classify(end) is Class.PRIVATE for end in ends)
+
+
+def _covers(wide: str, name: str) -> bool:
+    if name == wide:
+        return False
+    outer, inner = _network(wide), _network(name)
+    if outer is None or inner is None:
+        return outer is inner and covers(wide, name)
+    return outer.version == inner.version and inner.subnet_of(outer)  # type: ignore[arg-type]
