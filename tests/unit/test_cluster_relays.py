@@ -242,6 +242,30 @@ def test_what_names_nothing_is_refused_and_the_connection_goes_on() -> None:
     run(work)
 
 
+def test_a_node_that_does_not_answer_is_waited_for_until_another_one_has_the_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuses() -> Streams:
+        raise ConnectionRefusedError
+
+    async def work(found: Rig) -> None:
+        monkeypatch.setattr(found.nodes["n1"], "connect", refuses)
+        one = await client(found)
+        asking = asyncio.create_task(one.ask(path(ONE)))
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+        found.held[ONE] = "n2"
+        assert (await asking)[0] == 200
+        assert found.nodes["n2"].connections == 1
+        # Not for ever.
+        monkeypatch.setattr("sojourn.server.cluster.relays.REACH_SECONDS", 0.1)
+        found.held[ONE] = "n1"
+        status, headers, body = await one.ask(path(ONE))
+        assert (status, headers[b"retry-after"]) == (503, b"1"), body
+
+    run(work)
+
+
 def test_a_kept_connection_that_was_closed_is_no_ones_failure() -> None:
     async def work(found: Rig) -> None:
         node = found.nodes["n1"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 import h11
@@ -34,6 +35,8 @@ MAX_HEAD = 64 << 10
 HEAD_SECONDS = 15.0
 KEEP_ALIVE_SECONDS = 75.0
 ANSWER_SECONDS = 660.0
+REACH_SECONDS = 45.0
+_AGAIN_SECONDS = 0.25
 _PIECE = 64 << 10
 
 Dial = Callable[[str], Awaitable[tuple[str, Callable[[], Awaitable[Streams]]]]]
@@ -212,16 +215,30 @@ class Relay:
                     raise
                 # It was closed between the two requests; nothing was answered yet.
         self._drop()
-        try:
-            tunnel = self._tunnel = _Tunnel(node, await connect())
-        except (OSError, TimeoutError) as error:
-            raise NodeUnavailable(f"the session's node cannot be reached: {error}") from error
+        tunnel = self._tunnel = await self._reach(wanted.session, node, connect)
         await tunnel.send(sent)
         if bare:
             await tunnel.send(h11.EndOfMessage())
             await self._answer(tunnel, await self._head(tunnel))
         else:
             await self._with_body(tunnel)
+
+    async def _reach(
+        self, session: str, node: str, connect: Callable[[], Awaitable[Streams]]
+    ) -> _Tunnel:
+        """A tunnel to a session's node. One that does not answer may be lost, and the session be
+        another's soon: that is waited for. Raises NodeUnavailable."""
+        end = time.monotonic() + REACH_SECONDS
+        while True:
+            try:
+                return _Tunnel(node, await connect())
+            except (OSError, TimeoutError) as error:
+                if time.monotonic() >= end:
+                    raise NodeUnavailable(
+                        f"the session's node cannot be reached: {error}"
+                    ) from error
+            await asyncio.sleep(_AGAIN_SECONDS)
+            node, connect = await self._dial(session)
 
     async def _with_body(self, tunnel: _Tunnel) -> None:
         sending = asyncio.create_task(self._body(tunnel))
