@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sojourn.database import Database, DurableObjects, ObjectStore, open_database
-from sojourn.database.writes import InsertSnapshot
+from sojourn.database.writes import DeleteSnapshot, InsertSnapshot
 from sojourn.errors import (
     IntegrityError,
     Interrupted,
@@ -164,6 +164,22 @@ def test_what_another_node_sends_is_waited_for_by_its_row(tmp_path: Path) -> Non
             await here.database.mark_durable(theirs, fingerprint=record.fingerprint, at=7.0)
             assert (await waiting).durable_at == 7.0
             assert ("push", theirs) not in here.sender.calls
+
+    asyncio.run(scenario())
+
+
+def test_what_is_deleted_before_its_turn_is_not_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as here:
+            session = await here.session()
+            going = await here.snapshot(session)
+            await here.replicator.open()
+            waiting = asyncio.ensure_future(here.replicator.durable(going, 10 * PATIENCE))
+            await asyncio.sleep(0.01)
+            await here.database.commit([DeleteSnapshot(going)])
+            with pytest.raises(SnapshotNotFound):
+                async with asyncio.timeout(PATIENCE):
+                    await waiting
 
     asyncio.run(scenario())
 

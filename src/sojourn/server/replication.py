@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_FIRST, _RETRY_MOST = 1.0, 60.0
 _LOOK_SECONDS = 30.0
+_GONE_SECONDS = 1.0  # between looks whether what is waited for is still there
 _ELSEWHERE_SECONDS = 0.5  # between looks at what another node sends: only its row tells
 _AT_ONCE = 0.02
 _BATCH = 50
@@ -241,7 +242,10 @@ class Replicator:
         self._hurry.add(snapshot)
         self._wake.set()
         try:
-            await asyncio.wait({future}, timeout=seconds)
+            while not future.done():
+                await asyncio.wait({future}, timeout=_GONE_SECONDS if seconds is None else seconds)
+                if seconds is not None or await self._gone(snapshot):
+                    break  # deleted before its turn it is never tried
             if future.done():
                 future.result()
         finally:
@@ -462,6 +466,12 @@ class Replicator:
         except SnapshotNotFound:
             return False
         return True
+
+    async def _gone(self, snapshot: str) -> bool:
+        try:
+            return not await self._there(snapshot)
+        except SojournError:
+            return False  # it is not known: whoever waits goes on
 
     def _done(self, snapshot: str) -> None:
         self._hurry.discard(snapshot)
