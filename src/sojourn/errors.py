@@ -148,7 +148,10 @@ class Unauthenticated(SojournError):
     """The token is missing or unknown."""
 
     code, status, exit_code = "unauthenticated", 401, 102
-    default_next_step = "Pass the token from DIR/token (SOJOURN_TOKEN)."
+    default_next_step = (
+        "Pass a token (SOJOURN_TOKEN); the operator's is in the file `token` of the server's data"
+        " directory."
+    )
 
 
 class Forbidden(SojournError):

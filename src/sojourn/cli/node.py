@@ -151,10 +151,11 @@ def join(server: str, token: str, name: str | None, data: Path | None, as_json: 
     known = name or socket.gethostname().split(".")[0]
     identity = join_cluster(place, server, token, known)
     told = {"node": identity.node, "name": identity.name, "data": str(place)}
+    start = "sojourn node run" if data is None else f"sojourn node run --data {data}"
     emit(
         told,
         as_json,
-        lambda: say(f"{identity.name} joined as {identity.node}; `sojourn node run` starts it"),
+        lambda: say(f"{identity.name} joined as {identity.node}; `{start}` starts it"),
     )
 
 

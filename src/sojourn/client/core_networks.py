@@ -59,7 +59,11 @@ def _split(target: str) -> tuple[str, int | None]:
     if not colon or "]" in port or (host.count(":") and not host.endswith("]")):
         host, port = target, ""  # no port: a plain name, or an address of many colons
     if port and not (port.isascii() and port.isdigit()):
-        raise InvalidRequest(f"{target!r}: {port!r} is no port", field="network")
+        raise InvalidRequest(
+            f"{target!r}: {port!r} is no port",
+            next_step="Give a domain or a network, with :PORT where it is another one; no URL.",
+            field="network",
+        )
     return host.strip().removeprefix("[").removesuffix("]"), int(port) if port else None
 
 

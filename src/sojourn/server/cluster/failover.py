@@ -145,7 +145,7 @@ class Failover:
         while moved := await self._database.fail_over(node.id, _BATCH):
             for one in moved:
                 log.warning(
-                    "session %s of node %s: %s at %s (%.1f s lost)",
+                    "session %s of node %s: %s at %s (at most %.1f s lost)",
                     one.session,
                     node.name,
                     one.state,

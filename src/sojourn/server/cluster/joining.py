@@ -125,7 +125,12 @@ class Joining:
         # What cannot be done leaves the token as it is.
         certificate = self._values.authority.sign_node(request.request.encode(), node)
         if any(known.name == request.name for known in await self._database.list_nodes()):
-            raise NameTaken(f"another node is named {request.name!r}", name=request.name)
+            raise NameTaken(
+                f"another node is named {request.name!r}",
+                next_step="Choose another name (--name), or remove that node (`sojourn node rm"
+                " NODE`).",
+                name=request.name,
+            )
         labels = await self._database.use_node_token(token.id, token.digest)
         await self._database.add_node(node, request.name, labels=labels)
         return JoinAnswer(

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from sojourn.database.base import Database
-from sojourn.errors import HostUnfit, InvalidRequest
+from sojourn.errors import HostUnfit, InvalidRequest, NodeNotFound
 from sojourn.model import SessionState
 from sojourn.model.nodes import Fence, Resources
 from sojourn.node import host
@@ -89,17 +89,25 @@ async def start_node(
     try:
         capacity = settings.capacity or machine(data)
         sent = now()
-        node = await database.start_node(
-            settings.id,
-            address=settings.address,
-            capacity=capacity,
-            runtime=driver.runtime,
-            cpu=host.cpu_features(),
-            version=version("sojourn"),
-            lease=settings.lease,
-            labels=settings.labels or None,
-            taints=settings.taints or None,
-        )
+        try:
+            node = await database.start_node(
+                settings.id,
+                address=settings.address,
+                capacity=capacity,
+                runtime=driver.runtime,
+                cpu=host.cpu_features(),
+                version=version("sojourn"),
+                lease=settings.lease,
+                labels=settings.labels or None,
+                taints=settings.taints or None,
+            )
+        except NodeNotFound as error:
+            raise NodeNotFound(
+                f"this node ({settings.id}) was removed from the cluster",
+                next_step="Join again with another data directory (`sojourn node token`,"
+                " `sojourn node join --data DIR`).",
+                node=settings.id,
+            ) from error
         database.fence(node.fence)
         await _end_strangers(database, tree, node.fence)
         lease = Lease(database, node.fence, settings.lease, watchdog, used)
