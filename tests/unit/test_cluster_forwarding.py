@@ -571,6 +571,45 @@ def test_a_lost_node_is_not_waited_for(run: Callable[..., None]) -> None:
     run(work)
 
 
+def test_what_a_node_that_started_anew_does_is_let_be(run: Callable[..., None]) -> None:
+    async def work(found: Cluster) -> None:
+        node = found.nodes[0]
+        session = await found.session(node.id)
+        asked, go_on = asyncio.Event(), asyncio.Event()
+
+        async def waits(one: Asked) -> None:
+            asked.set()
+            await go_on.wait()
+            await one.answer(b"done")
+
+        async def ask() -> tuple[int, dict[str, str], bytes]:
+            asked.clear()
+            return await found.request("POST", f"/v1/sessions/{session.id}/exec", b"{}")
+
+        node.does = waits
+        await found.members.refresh()
+        # It has started anew since it was read, and was asked before it is read again.
+        await lease(found.database, node)
+        asking = asyncio.create_task(ask())
+        await asked.wait()
+        await found.members.refresh()
+        go_on.set()
+        assert (await asking)[2] == b"done"
+        # What was asked of the one before is not waited for.
+        go_on.clear()
+        asking = asyncio.create_task(ask())
+        await asked.wait()
+        for _ in range(2):  # the first may have begun before it was asked
+            await found.members.refresh()
+        await lease(found.database, node)
+        for _ in range(2):
+            await found.members.refresh()
+        assert error_of((await asking)[2]).code == "interrupted"
+        go_on.set()
+
+    run(work)
+
+
 def test_what_no_node_got_is_not_interrupted_by_its_loss(run: Callable[..., None]) -> None:
     async def work(found: Cluster) -> None:
         node, other = found.nodes

@@ -109,6 +109,8 @@ class Exchange:
         self._ended: Exception | None = None
         self.node: str | None = None
         """Who may be at work on it: whose answer is waited for or passed on."""
+        self.since = 0.0
+        """Since when, by the monotonic clock."""
         self.started = False
         """Whether the client has the head of an answer."""
         self.streaming = False
@@ -248,7 +250,7 @@ class Exchange:
             raise NotFound("there is no such address")  # for servers alone, whatever led here
 
         def connected() -> None:
-            self.node = target.node.id
+            self.node, self.since = target.node.id, time.monotonic()
 
         with tracing.client_span("forward", sojourn__node=target.node.id):
             return await self._upstream.send(

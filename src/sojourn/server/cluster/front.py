@@ -70,11 +70,11 @@ class Front:
 
     # -- life -------------------------------------------------------------------------------
 
-    def _gone(self, node: Node) -> None:
+    def _gone(self, node: Node, until: float) -> None:
         log.warning("node %s is gone", node.name)
         self._upstream.forget(node.id)
         for exchange in list(self._under_way):
-            if exchange.node == node.id:
+            if exchange.node == node.id and exchange.since < until:
                 exchange.end(lost(node.id))
 
     def begin_stop(self) -> None:

@@ -8,6 +8,7 @@ of it than it has. What was placed on a node lately counts as used until the nod
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -24,7 +25,8 @@ _RESERVED_SECONDS = 8.0
 
 
 class Members:
-    """Reads the nodes again and again. `gone` is told of a node that ended or started anew."""
+    """Reads the nodes again and again. `gone` is told of a node that was lost, removed or started
+    anew, and until when (by the monotonic clock) what was sent went to the one that is gone."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -34,7 +36,7 @@ class Members:
         self._reading: asyncio.Task[None] | None = None
         self._loop: asyncio.Task[None] | None = None
         self.changed = asyncio.Condition()
-        self.gone: Callable[[Node], None] = lambda node: None
+        self.gone: Callable[[Node, float], None] = lambda node, until: None
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -61,12 +63,14 @@ class Members:
     async def _read(self) -> None:
         began = time.monotonic()
         found = {node.id: node for node in await self._database.list_nodes()}
+        earlier = self._read_at
         before, self._nodes, self._read_at = self._nodes, found, began
         for node in before.values():
             now = found.get(node.id)
             ended = now is None or now.lost or now.incarnation != node.incarnation
             if ended and node.seen_at is not None and (now is None or not node.lost):
-                self.gone(node)
+                # One that started anew may be answering already; before it was read it was not.
+                self.gone(node, math.inf if now is None or now.lost else earlier)
         async with self.changed:
             self.changed.notify_all()
 

@@ -12,6 +12,7 @@ our own, since that of httpcore looks at every connection at every request.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from typing import Any
@@ -190,6 +191,7 @@ class _Pool:
         except (OSError, TimeoutError) as error:
             said = "no answer" if isinstance(error, TimeoutError) else str(error)
             raise NotSent(f"{self.address}: {said}") from error
+        _notice_silence(writer)
         return _Line(self._origin, _Stream(reader, writer))
 
     def give(self, line: _Line) -> None:
@@ -204,6 +206,20 @@ class _Pool:
         for line in self._idle:
             line.stream.abort()
         self._idle.clear()
+
+
+def _notice_silence(writer: asyncio.StreamWriter) -> None:
+    """A machine that vanished without a word is noticed within half a minute, also while an answer
+    is waited for."""
+    sock: socket.socket = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 10),
+        (socket.TCP_KEEPINTVL, 5),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 30_000),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Upstream:
