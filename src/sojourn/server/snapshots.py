@@ -24,6 +24,7 @@ from sojourn.errors import (
     IntegrityError,
     OutcomeUnknown,
     SessionElsewhere,
+    SessionNotFound,
     SnapshotNotFound,
     SojournError,
 )
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 # Overlay file systems take up to 500 layers and look a name up in each of them in turn.
 LONG_CHAIN = 24
+_LOOKS_AT_ONCE = 16
 
 
 class Taking(msgspec.Struct, frozen=True):
@@ -506,15 +508,20 @@ class Snapshots:
     async def forget_unrecorded(self) -> None:
         """Remove the manifests that a crash left without a row, which would keep their layers and
         images for ever. Only before anything is published."""
+        ids = await asyncio.to_thread(self._context.store.snapshot_ids)
+        for start in range(0, len(ids), _LOOKS_AT_ONCE):
+            some = ids[start : start + _LOOKS_AT_ONCE]
+            await asyncio.gather(*(self._forget_or_finish(id) for id in some))
+
+    async def _forget_or_finish(self, id: str) -> None:
         context = self._context
-        for id in await asyncio.to_thread(context.store.snapshot_ids):
-            try:
-                record = await context.database.get_snapshot(None, id, hidden=True)
-            except SnapshotNotFound:
-                await asyncio.to_thread(context.store.delete_snapshot, id)
-                continue
-            if record.has_memory:
-                await self._finish_thinning(record)
+        try:
+            record = await context.database.get_snapshot(None, id, hidden=True)
+        except SnapshotNotFound:
+            await asyncio.to_thread(context.store.delete_snapshot, id)
+            return
+        if record.has_memory:
+            await self._finish_thinning(record)
 
     async def _finish_thinning(self, record: SnapshotRecord) -> None:
         """Let a row follow its manifest, where a crash came between the two."""
@@ -523,8 +530,23 @@ class Snapshots:
         except (SojournError, OSError) as error:
             log.error("snapshot %s cannot be read: %s", record.id, error)
             return
-        if manifest.memory is None:
-            await self._note_thinned(manifest)
+        if manifest.memory is not None:
+            return
+        if await self._is_anothers(record):
+            # What is safe of it is as its node has it.
+            await asyncio.to_thread(self._context.store.delete_snapshot, record.id)
+            return
+        await self._note_thinned(manifest)
+
+    async def _is_anothers(self, record: SnapshotRecord) -> bool:
+        """Whether another node may have a snapshot by now."""
+        if self._context.node is None or record.durable_at is None:
+            return False
+        try:
+            session = await self._context.database.get_session(None, record.session)
+        except SessionNotFound:
+            return False
+        return session.holder != self._context.holder
 
     async def _note_thinned(self, manifest: Snapshot) -> None:
         await self._context.database.update_snapshot(
