@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from sojourn.database.base import Database
 from sojourn.database.records import Role
 from sojourn.database.writes import InsertSession
 from sojourn.errors import SojournError, to_body
-from sojourn.model import Limits, Policy, Session, SessionState, new_id
+from sojourn.model import Limits, Session, SessionState, new_id
 from sojourn.model.nodes import Node, NodeState, Resources
 from sojourn.server.answers import Shutdown
 from sojourn.server.app import listen, serve_app
@@ -37,6 +36,7 @@ from sojourn.server.cluster.rooms import Rooms
 from sojourn.server.cluster.targets import Targets
 from sojourn.server.cluster.upstream import Upstream
 from sojourn.server.cluster.values import ClusterValues
+from support.databases import make_session
 
 GIB = 1 << 30
 
@@ -183,31 +183,9 @@ class Cluster:
         self, holder: str | None, *, state: str = "suspended", **facts: Any
     ) -> Session:
         """A session in the database."""
-        now = time.time()
-        session = Session(
-            id=new_id("ses"),
-            tenant=facts.pop("tenant", self.tenant),
-            name=facts.pop("name", None),
-            labels=facts.pop("labels", {}),
-            template="debian",
-            env={},
-            limits=facts.pop("limits", Limits(cpus=1.0, memory_bytes=GIB, disk_bytes=GIB)),
-            policy=Policy(),
-            driver="gvisor",
-            state=SessionState(state),
-            epoch=1,
-            head=None,
-            parent_session=None,
-            forked_from=None,
-            sandbox=None,
-            node=None,
-            idle_deadline=None,
-            lifetime_deadline=None,
-            cause=None,
-            created_at=now,
-            updated_at=now,
-            holder=holder,
-        )
+        limits = Limits(cpus=1.0, memory_bytes=GIB, disk_bytes=GIB)
+        told = {"tenant": self.tenant, "limits": limits, "template": "debian"} | facts
+        session = make_session(state=SessionState(state), holder=holder, **told)
         await self.database.commit([InsertSession(session)])
         return session
 
