@@ -2,7 +2,8 @@
 
 Guarantee: before anything is asked of a node the caller is known, or shows a token that only the
 node can check; a failure is told in the form its client reads. Secrets, templates and tokens that
-were changed are in force at all nodes and servers when the change is answered.
+were changed are in force at all nodes and servers when the change is answered; the log names a node
+that does not say so within REFRESH_SECONDS.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sojourn.server.e2b import connect, failures, ids
 
 log = logging.getLogger(__name__)
 
-_REFRESH_SECONDS = 20.0
+REFRESH_SECONDS = 20.0
 _BEGIN_SECONDS = 5.0
 _JSON = (b"content-type", b"application/json")
 
@@ -172,7 +173,7 @@ class Front:
             self._upstream,
             wanted.changes.value,
             node,
-            seconds=_REFRESH_SECONDS,
+            seconds=REFRESH_SECONDS,
         )
         if behind:
             log.error(
