@@ -582,22 +582,20 @@ def test_what_a_node_that_started_anew_does_is_let_be(run: Callable[..., None]) 
             await go_on.wait()
             await one.answer(b"done")
 
-        async def ask() -> tuple[int, dict[str, str], bytes]:
-            asked.clear()
-            return await found.request("POST", f"/v1/sessions/{session.id}/exec", b"{}")
-
         node.does = waits
+        path = f"/v1/sessions/{session.id}/exec"
         await found.members.refresh()
         # It has started anew since it was read, and was asked before it is read again.
         await lease(found.database, node)
-        asking = asyncio.create_task(ask())
+        asking = asyncio.create_task(found.request("POST", path, b"{}"))
         await asked.wait()
         await found.members.refresh()
         go_on.set()
         assert (await asking)[2] == b"done"
         # What was asked of the one before is not waited for.
         go_on.clear()
-        asking = asyncio.create_task(ask())
+        asked.clear()
+        asking = asyncio.create_task(found.request("POST", path, b"{}"))
         await asked.wait()
         for _ in range(2):  # the first may have begun before it was asked
             await found.members.refresh()
