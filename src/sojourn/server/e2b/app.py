@@ -47,10 +47,15 @@ from sojourn.server.endpoints import PRINCIPAL, caller
 API, FILES, CODE, UNARY, STREAM = "api", "files", "code", "unary", "stream"
 _ENDING = frozenset({"pause", "suspend", "delete"})
 _FOR_SERVERS = (SessionElsewhere, CapacityExhausted, NodeUnavailable, NodeFenced)
-"""What a node says to a server, which then asks another one."""
+"""What a node says to a server before it begins anything; the server then asks another one."""
 _log = logging.getLogger(__name__)
 _HOST = re.compile(rb"(\d{1,5})-(ses-[0-9a-z]{24})\.")
 _S = r"(?P<sandbox>[^/]+)"
+
+
+def _not_begun(error: SojournError) -> bool:
+    # What an operation met that is on record is its answer, wherever it is asked again.
+    return isinstance(error, _FOR_SERVERS) and "operation" not in error.details
 
 
 class _Declared:
@@ -180,7 +185,7 @@ class E2B:
             answer = await declared.route(call)
             await answer(scope, receive, send)
         except SojournError as error:
-            if PRINCIPAL in scope and isinstance(error, _FOR_SERVERS):
+            if PRINCIPAL in scope and _not_begun(error):
                 await error_answer(error)(scope, receive, send)
                 return
             await self._failure(call, declared.style, error)(scope, receive, send)

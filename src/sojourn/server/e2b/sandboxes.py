@@ -17,14 +17,12 @@ import msgspec
 
 from sojourn.errors import (
     Conflict,
-    ErrorBody,
     HostUnfit,
     InvalidRequest,
     NotFound,
     SessionNotFound,
     SojournError,
     Unsupported,
-    from_body,
 )
 from sojourn.model import AutoSnapshot, Policy
 from sojourn.server.base import Principal, SessionService
@@ -38,6 +36,7 @@ from sojourn.server.e2b.schemas import (
     stamp,
 )
 from sojourn.server.e2b.settings import PREFIX, TEMPLATE, Settings
+from sojourn.server.routes.verbs import operation_error
 from sojourn.wire.api import (
     CreateSession,
     ForkRequest,
@@ -392,7 +391,7 @@ class Sandboxes:
         while operation.state not in ("succeeded", "failed"):
             operation = await self.service.wait(who, operation.id, _WAIT)
         if operation.error is not None:
-            raise from_body(msgspec.convert(operation.error, ErrorBody))
+            raise operation_error(operation)
         return operation.result
 
     # -- showing ----------------------------------------------------------------------------
