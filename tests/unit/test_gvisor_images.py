@@ -136,6 +136,8 @@ def test_what_is_not_as_expected_is_restored_as_it_is_and_keeps_nobody_busy(tmp_
         file(number(OBJECTS | 1) + uint(1) + number(9) + number(1 << 62) + number(NIL), lambda: 1),
         file(number(OBJECTS | 1) + b"\xff" * 100_000, lambda: 50_000),
         file(number(OBJECTS | 1) + uint(1) + number(STRUCT) * 50_000, lambda: 1),
+        # Parts that take no room would take memory, and there are as many as it says.
+        file(number(OBJECTS | 1) + uint(1) + number(MAP) + number(1 << 24) + b"\5\5", lambda: 9),
         *(raw[: chance.randrange(len(raw))] for _ in range(200)),
     ]
     for _ in range(1000):
@@ -146,6 +148,13 @@ def test_what_is_not_as_expected_is_restored_as_it_is_and_keeps_nobody_busy(tmp_
         (tmp_path / STATE).write_bytes(one)
         source = image_to_restore(tmp_path, tmp_path / str(index), Findings())
         assert source == tmp_path or len((source / STATE).read_bytes()) == len(one)
+
+
+def test_a_large_part_is_not_read_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / STATE).open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    monkeypatch.setattr(Path, "read_bytes", lambda _: pytest.fail("it was read"))
+    assert image_to_restore(tmp_path, tmp_path / "room", Findings()) == tmp_path
 
 
 def test_an_image_is_read_once_however_many_restore_it(

@@ -21,10 +21,10 @@ import bisect
 import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ STATE = "checkpoint.img"
 _MAGIC = b"gVisorSF"
 _DIGEST_SIZE = 32
 _MOST_BYTES = 32 << 20
+_MOST_PARTS = 4 << 20  # twice what is in the largest honest one
 _MOST_KNOWN = 64
 _OBJECTS = 1 << 63  # of a length: it counts objects
 # Nearly all pieces are of one byte; a row of these is taken at once.
@@ -71,7 +72,8 @@ class _Value(NamedTuple):
 
     kind: int
     type: int  # of a struct: the number of its type; of a reference: that of the object
-    parts: list[Any]
+    at: int = 0  # of a struct: where its fields are written
+    refers: Sequence[tuple[int, int]] = ()  # of a map: the types of its keys, to which objects
 
 
 class Findings:
@@ -86,6 +88,8 @@ class Findings:
         """`removed_registrations` of a file, which is read once however many ask. Raises what that
         raises, and OSError."""
         found = file.stat()
+        if found.st_size > _MOST_BYTES:
+            raise ValueError(f"{found.st_size} bytes")
         # What is in the file of an image never changes; another one in its place is another file.
         key = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         with self._lock:
@@ -177,39 +181,59 @@ class _Reader:
         self._parts = 0
         self.at = 0
 
-    def removed(self) -> Iterator[tuple[int, int]]:
+    def removed(self) -> list[tuple[int, int]]:
         """One graph of objects: from where to where the events of its removed registrations are."""
         count = self._number()
         if not count & _OBJECTS:
             raise ValueError("bytes where objects are expected")
         types: list[tuple[str, list[str]]] = []
-        objects: dict[int, Any] = {}
-        while len(objects) < count & ~_OBJECTS:
+        objects: dict[int, _Value] = {}
+        left = count & ~_OBJECTS
+        while left:
             kind = self._number()
             if kind == _TYPE:
                 name = self._text().decode()
                 types.append((name, [self._text().decode() for _ in range(self._count())]))
             elif kind == _UINT:
                 number = self._number()
-                objects[number] = self._value(self._number())
+                one = self._value(self._number())
+                if one is not None and one.kind in (_STRUCT, _MAP):
+                    self._counted(1)
+                    objects[number] = one
+                left -= 1
             else:
                 raise ValueError(f"a value of kind {kind} is no object")
         numbers = {name: number for number, (name, _) in enumerate(types, 1)}
         if _REGISTRATION not in numbers:
-            return
-        kept = set()
-        for one in objects.values():
-            if isinstance(one, _Value) and one.kind == _MAP:
-                for key, value in one.parts:
-                    if isinstance(key, _Value) and key[:2] == (_STRUCT, numbers[_KEY]):
-                        kept.add(value.type)
+            return []
+        kept = {
+            target for one in objects.values() for key, target in one.refers if key == numbers[_KEY]
+        }
         events = types[numbers[_REGISTRATION] - 1][1].index("mask")
-        for number, one in objects.items():
-            if isinstance(one, _Value) and one[:2] == (_STRUCT, numbers[_REGISTRATION]):
-                begin, end = one.parts[events]
-                # None at all is written as nothing.
-                if number not in kept and self._stream[begin] == _UINT:
-                    yield begin + 1, end
+        found = [
+            self._field(one.at, events)
+            for number, one in objects.items()
+            if one[:2] == (_STRUCT, numbers[_REGISTRATION]) and number not in kept
+        ]
+        # None at all is written as nothing.
+        return [(begin + 1, end) for begin, end in found if self._stream[begin] == _UINT]
+
+    def _field(self, at: int, index: int) -> tuple[int, int]:
+        """From where to where a field of a struct is written, with its kind."""
+        here, self.at = self.at, at
+        if self._number() != _FIELDS:
+            if index:
+                raise IndexError("a struct has one field")
+            self.at = at
+        else:
+            if index >= self._number():
+                raise IndexError("a struct has fewer fields")
+            for _ in range(index):
+                self._value(self._number())
+        begin = self.at
+        self._value(self._number())
+        end, self.at = self.at, here
+        return begin, end
 
     def _number(self) -> int:
         stream, at = self._stream, self.at
@@ -231,9 +255,11 @@ class _Reader:
 
     def _count(self) -> int:
         """How many parts follow. Some take no room: a forged file must not keep anybody busy."""
-        count = self._number()
+        return self._counted(self._number())
+
+    def _counted(self, count: int) -> int:
         self._parts += count
-        if self._parts > _MOST_BYTES:
+        if self._parts > _MOST_PARTS:
             raise ValueError("more parts than an image has")
         return count
 
@@ -272,41 +298,41 @@ class _Reader:
                 self._bytes((step >> 1) + 1)
         if steps:
             self._type()
-        return _Value(_REF, target, [])
+        return _Value(_REF, target)
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int) -> _Value | None:
+        """Past a value; what it is, where that is looked at."""
         if kind < _NIL:
-            return self._number()
-        if kind == _REF:
+            self._number()
+        elif kind == _REF:
             return self._reference()
-        if kind == _STRUCT:
+        elif kind == _STRUCT:
             return self._struct()
-        if kind == _STRING:
-            return self._text()
-        if kind == _SLICE:
+        elif kind == _STRING:
+            self._text()
+        elif kind == _SLICE:
             self._number()
             self._number()
-            return self._reference()
-        if kind == _ARRAY:
+            self._reference()
+        elif kind == _ARRAY:
             size = self._count()
             each = self._number() if size else 0
             for _ in range(size):
                 self._value(each)
-            return None
-        if kind == _MAP:
+        elif kind == _MAP:
             return self._map()
-        if kind == _INTERFACE:
+        elif kind == _INTERFACE:
             self._type()
-            return self._value(self._number())
-        if kind in (_COMPLEX_64, _COMPLEX_128):
+            self._value(self._number())
+        elif kind in (_COMPLEX_64, _COMPLEX_128):
             self._number()
-            return self._number()
-        if kind not in (_NIL, _NO_FIELDS):
+            self._number()
+        elif kind not in (_NIL, _NO_FIELDS):
             raise ValueError(f"a value of kind {kind}")
         return None
 
     def _map(self) -> _Value:
-        parts: list[Any] = []
+        refers: list[tuple[int, int]] = []
         kinds: list[int] = []
         for _ in range(self._count()):
             pair = []
@@ -314,20 +340,19 @@ class _Reader:
                 if len(kinds) <= side:
                     kinds.append(self._number())
                 pair.append(self._value(kinds[side]))
-            parts.append(pair)
-        return _Value(_MAP, 0, parts)
+            key, value = pair
+            if key is not None and value is not None and (key.kind, value.kind) == (_STRUCT, _REF):
+                refers.append((key.type, value.type))
+        return _Value(_MAP, 0, refers=refers)
 
     def _struct(self) -> _Value:
-        """The parts of a struct are where they are written, each with its kind."""
+        """The fields of a struct are where they are written, each with its kind."""
         number = self._number()
-        begin = self.at
+        at = self.at
         kind = self._number()
-        if kind != _FIELDS:
+        if kind == _FIELDS:
+            for _ in range(self._count()):
+                self._value(self._number())
+        else:
             self._value(kind)
-            return _Value(_STRUCT, number, [(begin, self.at)])
-        parts = []
-        for _ in range(self._count()):
-            begin = self.at
-            self._value(self._number())
-            parts.append((begin, self.at))
-        return _Value(_STRUCT, number, parts)
+        return _Value(_STRUCT, number, at)
