@@ -161,6 +161,7 @@ class Holding:
         """Drop the manifests of sessions that are other nodes' and safe, and of snapshots that are
         gone: they would keep their layers and images on this disk for ever."""
         context = self._context
+        heads = {active.session.head for active in context.registry.all()}
         unrecorded: list[str] = []
         for id in await asyncio.to_thread(context.store.snapshot_ids):
             try:
@@ -168,7 +169,8 @@ class Holding:
             except SnapshotNotFound:
                 unrecorded.append(id)
                 continue
-            if record.durable_at is None or await self._needs(record):
+            safe = record.durable_at is not None and id not in heads
+            if not safe or await self._needs(record):
                 continue
             await asyncio.to_thread(context.store.delete_snapshot, id)
         if not unrecorded:
@@ -183,9 +185,6 @@ class Holding:
 
     async def _needs(self, record: SnapshotRecord) -> bool:
         """Whether a session of this node may need a snapshot's manifest soon."""
-        heads = {active.session.head for active in self._context.registry.all()}
-        if record.id in heads:
-            return True
         try:
             session = await self._context.database.get_session(None, record.session)
         except SessionNotFound:
