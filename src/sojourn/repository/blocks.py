@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 import msgspec
 from blake3 import blake3
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from sojourn.errors import IntegrityError
+from sojourn.repository import cipher
 from sojourn.repository.compression import LEVEL, compress, decompress
 from sojourn.repository.keys import DomainKeys
 from sojourn.repository.records import (
@@ -69,7 +68,7 @@ def encode_block(
     if keys.sealing is not None:
         # Numbers as nonces are safe: the key is this pack's alone, and has one block of a number.
         associated = _ASSOCIATED.pack(salt, number, flags)
-        stored = AESGCM(keys.pack_key(salt)).encrypt(_nonce(number), body, associated)
+        stored = cipher.encrypt(keys.pack_key(salt), body, associated, number)
     else:
         stored = bytes(body)
     return EncodedBlock(number, size, flags, stored, digest(stored))
@@ -86,8 +85,8 @@ def open_block(stored: bytes | memoryview, pack: PackInfo, number: int, keys: Do
     if keys.sealing is not None:
         associated = _ASSOCIATED.pack(pack.salt, number, block.flags)
         try:
-            body = AESGCM(keys.pack_key(pack.salt)).decrypt(_nonce(number), stored, associated)
-        except InvalidTag:
+            body = cipher.decrypt(keys.pack_key(pack.salt), stored, associated, number)
+        except cipher.Refused:
             raise damaged(keys, pack, number, "does not open with the domain's key") from None
     if not block.flags & COMPRESSED:
         if len(body) != block.raw:
@@ -120,7 +119,3 @@ def _shrinks(whole: Raw) -> bool:
     view = memoryview(whole)
     sample = b"".join(view[at * step : at * step + _PIECE] for at in range(_PIECES))
     return len(compress(sample, _PROBE_LEVEL)) * _GAIN <= len(sample) * (_GAIN - 1)
-
-
-def _nonce(number: int) -> bytes:
-    return number.to_bytes(12, "little")

@@ -16,16 +16,14 @@ from typing import NoReturn
 
 import msgspec
 from blake3 import blake3
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from sojourn.errors import IntegrityError, InvalidRequest, StoreKeyInvalid
+from sojourn.repository import cipher
 
 KEY_BYTES = 32
 SALT_BYTES = 16
 SECRET_MINIMUM = 16
 _CONTEXT = "sojourn 2026 repository {} v1"
-_ZERO_NONCE = bytes(12)
 _SCRYPT = {"n": 1 << 15, "r": 8, "p": 1, "maxmem": 64 << 20, "dklen": KEY_BYTES}
 _DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RESERVED = {"config", "keys"}  # the names beside the domains in a repository
@@ -174,12 +172,9 @@ _decoder = msgspec.msgpack.Decoder(WrappedKey)
 
 
 def wrap_root(root: bytes, secret: bytes, repository: str) -> bytes:
-    """The payload of a `keys/...` object.
-
-    The nonce is zero because the key is used this once: it comes from a salt of its own.
-    """
-    salt = os.urandom(SALT_BYTES)
-    wrapped = AESGCM(_secret_key(secret, salt)).encrypt(_ZERO_NONCE, root, repository.encode())
+    """The payload of a `keys/...` object."""
+    salt = os.urandom(SALT_BYTES)  # of its own, so that the key made with it is used this once
+    wrapped = cipher.encrypt(_secret_key(secret, salt), root, repository.encode())
     return _encoder.encode(WrappedKey(repository, salt, wrapped))
 
 
@@ -196,10 +191,10 @@ def read_wrapped(payload: bytes, *, name: str) -> WrappedKey:
 
 def unwrap_root(found: WrappedKey, secret: bytes, *, name: str) -> bytes:
     """The root key. Raises StoreKeyInvalid where the secret is not the one it was wrapped with."""
-    key = AESGCM(_secret_key(secret, found.salt))
+    key = _secret_key(secret, found.salt)
     try:
-        return key.decrypt(_ZERO_NONCE, found.wrapped, found.repository.encode())
-    except InvalidTag:
+        return cipher.decrypt(key, found.wrapped, found.repository.encode())
+    except cipher.Refused:
         raise StoreKeyInvalid(f"The given key does not open {name}.", object=name) from None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from sojourn.repository import config
+from sojourn.repository import cipher, config
 from sojourn.repository.backends.base import Backend
 from sojourn.repository.backends.opening import open_backend
 from sojourn.repository.config import Config
@@ -68,6 +68,7 @@ class OpenedRepository:
         tenth of a second, in which a short-lived process can load what it will use."""
         with ThreadPoolExecutor(1) as beside:
             opening = beside.submit(cls.open, url, secret)
+            cipher.load()
             done = work()
             return opening.result(), done
 

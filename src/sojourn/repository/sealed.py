@@ -13,10 +13,9 @@ import os
 import struct
 
 from blake3 import blake3
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from sojourn.errors import IntegrityError, TooLarge
+from sojourn.repository import cipher
 from sojourn.repository.compression import compress, decompress
 from sojourn.repository.keys import DomainKeys
 
@@ -45,7 +44,6 @@ COMPRESSED, ENCRYPTED = 1, 2
 SALT_BYTES = 32
 HEADER = struct.Struct("<4s4sBBHQ32s")
 _PLAIN_TAG, _SEALED_TAG = 32, 16
-_ZERO_NONCE = bytes(12)
 _WORTHWHILE = 64  # a frame's own overhead eats what a shorter payload would save
 
 
@@ -79,9 +77,8 @@ def seal(
     header = HEADER.pack(MAGIC, kind, FORMAT, flags, 0, len(payload), salt)
     if keys.sealing is None:
         return b"".join((header, body, _plain_tag(keys, header, place, body)))
-    # The nonce is zero because the key encrypts this object and no other: it comes from the salt.
-    sealed = AESGCM(keys.object_key(salt)).encrypt(_ZERO_NONCE, body, header + place)
-    return header + sealed
+    # The key encrypts this object and no other: it comes from the salt.
+    return header + cipher.encrypt(keys.object_key(salt), body, header + place)
 
 
 def unseal(kind: bytes, data: bytes, keys: DomainKeys, place: bytes, *, name: str) -> bytes:
@@ -112,8 +109,8 @@ def unseal(kind: bytes, data: bytes, keys: DomainKeys, place: bytes, *, name: st
     body: bytes | memoryview = memoryview(data)[HEADER.size :]
     if encrypted:
         try:
-            body = AESGCM(keys.object_key(salt)).decrypt(_ZERO_NONCE, body, header + place)
-        except InvalidTag:
+            body = cipher.decrypt(keys.object_key(salt), body, header + place)
+        except cipher.Refused:
             raise _changed(name) from None
     else:
         body, proof = body[:size], body[size:]
