@@ -35,14 +35,16 @@ async def test_hooks_and_certificates(sandboxes: Sandboxes) -> None:
 
 async def _one_file(guest: GuestLink) -> None:
     script = (
-        b"#!/bin/sh\necho $SOJOURN_HOOK $SOJOURN_REASON $SOJOURN_GENERATION; id -u; pwd; exit 3\n"
+        b"#!/bin/sh\necho $SOJOURN_HOOK $SOJOURN_REASON $SOJOURN_GENERATION $SSL_CERT_FILE;"
+        b" id -u; pwd; exit 3\n"
     )
     await guest.write_file(DIRECTORY + b"/pre-suspend", script, mode=0o644)
     assert await hooks.run(guest, hooks.PRE_SUSPEND, "suspend") == []  # it is no program yet
     await guest.chmod(DIRECTORY + b"/pre-suspend", 0o755)
-    (told,) = await hooks.run(guest, hooks.PRE_SUSPEND, "suspend")
+    environment = {"SSL_CERT_FILE": "/run/sojourn/ca.pem", "SOJOURN_HOOK": "another"}
+    (told,) = await hooks.run(guest, hooks.PRE_SUSPEND, "suspend", environment=environment)
     assert (told.hook, told.file, told.exit_code) == ("pre-suspend", "pre-suspend", 3)
-    assert told.output == "pre-suspend suspend g7\n0\n/\n" and not told.ok
+    assert told.output == "pre-suspend suspend g7 /run/sojourn/ca.pem\n0\n/\n" and not told.ok
 
 
 async def _a_directory(guest: GuestLink) -> None:

@@ -4,14 +4,16 @@ Guarantee: a hook can delay a suspension or a return by its timeout and no longe
 neither: how each ended is told to the caller, for the event log.
 
 A hook is an executable regular file, /etc/sojourn/hooks/NAME, or a directory of such files, run one
-after the other in the order of their names. It runs as root, in `/`, with SOJOURN_HOOK,
-SOJOURN_REASON and SOJOURN_GENERATION in its environment.
+after the other in the order of their names. It runs as root, in `/`, with what every command of the
+session has in its environment, and SOJOURN_HOOK, SOJOURN_REASON and SOJOURN_GENERATION.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections.abc import Mapping
 
 import msgspec
 
@@ -50,10 +52,18 @@ class HookRun(msgspec.Struct, frozen=True):
         return self.exit_code == 0
 
 
-async def run(guest: Guest, name: str, reason: str, *, timeout: float = TIMEOUT) -> list[HookRun]:
+async def run(
+    guest: Guest,
+    name: str,
+    reason: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = TIMEOUT,
+) -> list[HookRun]:
     """Run a hook ("pre-suspend" or "post-resume"); nothing when the session has none.
 
-    `reason` is suspend, resume, fork or rollback. Raises SandboxLost and Interrupted alone.
+    `reason` is suspend, resume, fork or rollback; `environment` is what the sandbox provides to
+    commands besides the session's own. Raises SandboxLost and Interrupted alone.
     """
     try:
         files = await _files(guest, DIRECTORY + b"/" + name.encode())
@@ -64,6 +74,7 @@ async def run(guest: Guest, name: str, reason: str, *, timeout: float = TIMEOUT)
     if not files:
         return []
     env = {
+        **{os.fsencode(key): os.fsencode(text) for key, text in (environment or {}).items()},
         b"SOJOURN_HOOK": name.encode(),
         b"SOJOURN_REASON": reason.encode(),
         b"SOJOURN_GENERATION": await _generation(guest),

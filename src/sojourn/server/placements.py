@@ -121,7 +121,12 @@ class Placements:
         try:
             if verb in _REASONS or record.memory is not None:
                 sandbox = self._context.agent.find(record.sandbox, record.epoch)
-                runs = await hooks.run(sandbox.guest, hooks.POST_RESUME, _REASONS.get(verb, "fork"))
+                runs = await hooks.run(
+                    sandbox.guest,
+                    hooks.POST_RESUME,
+                    _REASONS.get(verb, "fork"),
+                    environment=sandbox.environment,
+                )
                 also = (*also, *hook_events(active, runs, run))
             updated = await self._context.commit(
                 active,

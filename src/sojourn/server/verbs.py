@@ -320,7 +320,12 @@ class Verbs:
             if not sandbox.has(Capability.MEMORY):
                 memory = False
             if not sandbox.frozen:  # nothing runs in a paused one
-                runs = await hooks.run(sandbox.guest, hooks.PRE_SUSPEND, "suspend")
+                runs = await hooks.run(
+                    sandbox.guest,
+                    hooks.PRE_SUSPEND,
+                    "suspend",
+                    environment=sandbox.environment,
+                )
                 if events := hook_events(active, runs, run):
                     await self._context.database.commit(events, durable=False)
             try:

@@ -207,7 +207,9 @@ class Migration:
         active = run.active
         sandbox = self._context.sandbox(active)
         if not sandbox.frozen:  # nothing runs in a paused one
-            runs = await hooks.run(sandbox.guest, hooks.PRE_SUSPEND, "suspend")
+            runs = await hooks.run(
+                sandbox.guest, hooks.PRE_SUSPEND, "suspend", environment=sandbox.environment
+            )
             if events := hook_events(active, runs, run):
                 await self._context.database.commit(events, durable=False)
         await self._verbs.seal(run, sandbox.has(Capability.MEMORY))
