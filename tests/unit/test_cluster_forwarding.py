@@ -137,6 +137,25 @@ def test_a_client_that_names_no_host_is_answered(run: Callable[..., None]) -> No
     run(work)
 
 
+def test_the_head_of_a_request_is_bounded(run: Callable[..., None]) -> None:
+    async def work(found: Cluster) -> None:
+        reader, writer = await asyncio.open_connection(*found.address)
+        writer.write(b"GET /v1/sessions HTTP/1.1\r\nx: ")
+        sent, answer = 0, b""
+        with contextlib.suppress(ConnectionError):  # it is closed while more comes
+            while sent < 64 << 20:
+                writer.write(b"a" * 65536)
+                sent += 65536
+                await writer.drain()
+                await asyncio.sleep(0)
+            answer = await reader.read(4096)
+        assert sent < 32 << 20
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
+        writer.close()
+
+    run(work)
+
+
 def test_another_tenants_session_is_looked_for_in_the_callers_name(
     run: Callable[..., None],
 ) -> None:

@@ -134,8 +134,9 @@ def test_a_token_works_once_and_for_its_cluster_alone(tmp_path: Path) -> None:
             with pytest.raises(Unauthenticated):
                 await found.join(tmp_path / "no", given)
         assert not (tmp_path / "no").exists()
-        with pytest.raises(InvalidRequest):
-            await found.join(tmp_path / "no", token, "no/name")
+        for name in ("no/name", "-rf", ".", "", "a" * 64, "a\nb"):
+            with pytest.raises(InvalidRequest):
+                await found.join(tmp_path / "no", token, name)
         await found.join(tmp_path / "one", token, "one")
         with pytest.raises(Unauthenticated):
             await found.join(tmp_path / "two", token, "two")

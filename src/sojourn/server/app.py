@@ -63,6 +63,8 @@ from sojourn.wire.api import ServerAddress
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that a request never meets a closing one."""
 STOP_SECONDS = 20
+MAX_HEAD = 1 << 20
+"""Bytes of a request's head that are read; many more than one piece of what comes."""
 
 _log = logging.getLogger(__name__)
 
@@ -150,13 +152,40 @@ def endpoint_app(
 
 
 class ApiProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, saying also of malformed HTTP what was wrong in the API's own form."""
+    """uvicorn's protocol, saying also of malformed HTTP what was wrong in the API's own form. The
+    head of a request is bounded: each piece of a longer one is joined to all of it so far, and one
+    client without a token could hold up everybody."""
+
+    _in_head = False
+    _head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._in_head or self.transport.is_closing():
+            return
+        self._head_bytes += len(data)  # with the end of the request before, maybe
+        if self._head_bytes > MAX_HEAD:
+            self._refuse(
+                b"431 Request Header Fields Too Large",
+                TooLarge(f"the head of the request is over {MAX_HEAD} bytes", limit=MAX_HEAD),
+            )
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        body = msgspec.json.encode(to_body(InvalidRequest("the request is not valid HTTP/1.1")))
+        self._refuse(b"400 Bad Request", InvalidRequest("the request is not valid HTTP/1.1"))
+
+    def _refuse(self, status: bytes, error: SojournError) -> None:
+        body = msgspec.json.encode(to_body(error))
         self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
+            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (status, len(body), body)
         )
         self.transport.close()
 

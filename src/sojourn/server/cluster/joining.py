@@ -159,9 +159,11 @@ class Joining:
 def check_node_name(name: str) -> str:
     """Raises InvalidRequest."""
     plain = name.replace("-", "").replace(".", "")
-    if not 1 <= len(name) <= MAX_NAME or not plain.isascii() or not plain.isalnum():
+    begins = name[:1].isalnum()  # not as an option of a command does
+    if not begins or len(name) > MAX_NAME or not plain.isascii() or not plain.isalnum():
         raise InvalidRequest(
-            f"{name!r} is no name of a node: letters, digits, `-` and `.`, at most {MAX_NAME}",
+            f"{name!r} is no name of a node: letters, digits, `-` and `.`, at most {MAX_NAME},"
+            " a letter or digit first",
             field="name",
         )
     return name
