@@ -152,7 +152,7 @@ class Admissions:
     async def _wait(self, tenant: str, need: Need) -> Reservation:
         if len(self._queue) >= self._most:
             raise self._exhausted(need, "too many requests wait for room")
-        if self._pump is None:
+        if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run(), name="admissions")
         item = _Waiting(need, asyncio.get_running_loop().create_future())
         self._queue.add(tenant, item)
