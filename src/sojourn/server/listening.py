@@ -15,7 +15,11 @@ def listen(address: str) -> tuple[socket.socket, str]:
     host, colon, port = address.rpartition(":")
     host = host.strip("[]")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise InvalidRequest(f"{address!r} is not HOST:PORT", field="listen")
+        raise InvalidRequest(
+            f"cannot listen on {address!r}: it is not HOST:PORT",
+            next_step="Give an address of this machine and a port, such as 127.0.0.1:7070.",
+            field="listen",
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -114,7 +114,7 @@ def choose(nodes: Iterable[Node], need: Need, settings: Settings) -> Node | Refu
 def unfit(node: Node, need: Need) -> str | None:
     """Why a node cannot take it, whatever room it has; None: it can."""
     if node.id in need.avoid:
-        return "refused it"
+        return "has it or refused it"
     if need.only is not None and node.id != need.only:
         return "is not the one that was asked for"
     if node.state is not NodeState.READY:
