@@ -184,6 +184,10 @@ class NodeProcess:
         for point in sorted(below, reverse=True):
             if point.startswith(f"{self.data}/"):
                 subprocess.run(["umount", "-l", point], check=False)
+        groups = CgroupTree(scope_of(self.data))
+        for name in groups.sandboxes():
+            groups.group(name).remove(time.monotonic() + 5)
+        groups.remove()
 
 
 def thaw(data: Path) -> None:
