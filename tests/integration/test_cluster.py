@@ -104,6 +104,8 @@ def test_sessions_are_spread_and_follow_what_operators_say(
     cluster.command("node", "drain", "n1")
     eventually(lambda: holder(client, counted.id) == "n2", timeout=60)
     assert counted.exec("cat /dev/shm/memory").text == "kept\n"
+    eventually(lambda: {one.name: one.state for one in client.nodes.list()}["n1"] == "drained")
+    assert "drained" in cluster.command("node", "ls")
     cluster.command("node", "uncordon", "n1")
     moved = other.sessions.get(counted.id).migrate("n1")
     assert moved.info.state == "running"

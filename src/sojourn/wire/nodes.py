@@ -22,9 +22,10 @@ class NodeResources(msgspec.Struct, frozen=True):
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
-    """A node. `state` is what the operator wants (ready, cordoned, draining, removed); `ready` says
-    that it takes sessions now. `lease_left` are the seconds until it counts as gone; `lost` that
-    its sessions were taken from it."""
+    """A node. `state` is what the operator wants (ready, cordoned, draining, removed), and
+    "drained" once one that drains holds no session; `ready` says that it takes sessions now.
+    `lease_left` are the seconds until it counts as gone; `lost` that its sessions were taken from
+    it."""
 
     id: str
     name: str

@@ -87,7 +87,15 @@ class Administration:
         """All nodes."""
         self._operator(who)
         await self._members.refresh()
-        return [node_info(node) for node in self._members.all()]
+        return [await self._told(node) for node in self._members.all()]
+
+    async def _told(self, node: Node) -> NodeInfo:
+        told = node_info(node)
+        if node.state is not NodeState.DRAINING:
+            return told
+        # What is put away counts, too: it may not be in the object store yet.
+        held = await self._database.list_sessions(None, holder=node.id, limit=1)
+        return told if held.items else msgspec.structs.replace(told, state="drained")
 
     async def set_state(self, who: Principal, ref: str, state: NodeState) -> NodeInfo:
         """Have a node take sessions, none, or give away those it has."""
