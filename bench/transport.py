@@ -25,10 +25,11 @@ import uvloop
 
 from sojourn.model.nodes import Node, NodeState, Resources
 from sojourn.server.answers import Shutdown
-from sojourn.server.app import listen, serve_app
+from sojourn.server.app import serve_app
 from sojourn.server.cluster import pki
 from sojourn.server.cluster.pki import ClusterAuthority, Credentials
 from sojourn.server.cluster.upstream import Upstream
+from sojourn.server.listening import listen
 
 ROUNDS = int(os.environ.get("SOJOURN_BENCH_ROUNDS", "1"))
 ALONE, AT_ONCE, CLIENTS = 300 * ROUNDS, 10 * ROUNDS, 50

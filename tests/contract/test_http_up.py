@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sojourn import InvalidRequest, Sojourn
-from sojourn.server.app import listen
+from sojourn.server.listening import listen
 
 PROGRAM = """
 import contextlib, sys

@@ -23,7 +23,7 @@ from sojourn.errors import SojournError, to_body
 from sojourn.model import Limits, Session, SessionState, new_id
 from sojourn.model.nodes import Node, NodeState, Resources
 from sojourn.server.answers import Shutdown
-from sojourn.server.app import listen, serve_app
+from sojourn.server.app import serve_app
 from sojourn.server.cluster import pki, scheduler
 from sojourn.server.cluster.administration import Administration, own_app
 from sojourn.server.cluster.callers import HEADER, Callers, decode_principal
@@ -36,6 +36,7 @@ from sojourn.server.cluster.rooms import Rooms
 from sojourn.server.cluster.targets import Targets
 from sojourn.server.cluster.upstream import Upstream
 from sojourn.server.cluster.values import ClusterValues
+from sojourn.server.listening import listen
 from support.databases import make_session
 
 GIB = 1 << 30

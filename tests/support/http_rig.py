@@ -11,7 +11,8 @@ from typing import Any
 
 import uvloop
 
-from sojourn.server.app import listen, make_server
+from sojourn.server.app import make_server
+from sojourn.server.listening import listen
 from support.fake_service import FakeService
 
 

@@ -25,13 +25,14 @@ from sojourn.errors import (
 )
 from sojourn.model.nodes import NodeState
 from sojourn.server.answers import Shutdown
-from sojourn.server.app import listen, serve_app
+from sojourn.server.app import serve_app
 from sojourn.server.cluster import joining, pki
 from sojourn.server.cluster.administration import Administration, joining_app
 from sojourn.server.cluster.identity import FILE, KEY_FILES, read_identity
 from sojourn.server.cluster.joining import Joining, Token, parse_token
 from sojourn.server.cluster.values import ClusterValues, open_values
 from sojourn.server.e2b.ids import load_key
+from sojourn.server.listening import listen
 from sojourn.server.secret_store import open_secret_store
 from sojourn.wire.nodes import JoinRequest
 

@@ -13,10 +13,11 @@ import pytest
 from sojourn.model.nodes import NodeState
 from sojourn.server import observing as observing_module
 from sojourn.server.answers import Shutdown
-from sojourn.server.app import all_endpoints, listen, serve_app
+from sojourn.server.app import all_endpoints, serve_app
 from sojourn.server.cluster.callers import Callers
 from sojourn.server.cluster.failover import Failover, Guard
 from sojourn.server.cluster.observing import observing
+from sojourn.server.listening import listen
 from sojourn.server.observed import Observed, by_token
 from sojourn.server.route_patterns import RoutePatterns
 from sojourn.telemetry import declared, scraping, tracing

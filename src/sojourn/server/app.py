@@ -37,7 +37,7 @@ from sojourn.server.e2b.lazy import LazyE2B
 from sojourn.server.e2b.settings import Settings
 from sojourn.server.endpoints import Endpoint, build
 from sojourn.server.health_listener import health_listener
-from sojourn.server.listening import listen as listen
+from sojourn.server.listening import listen
 from sojourn.server.observed import Observed, by_token
 from sojourn.server.openapi import openapi_handler
 from sojourn.server.routes import (
@@ -108,9 +108,10 @@ def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Res
     """What Litestar itself refuses: unknown addresses and methods, malformed requests."""
     where = f"{request.scope['method']} {request.scope['path']}"
     if error.status_code == 404:
-        return _error_response(
-            NotFound(f"there is no {where}", next_step="See /v1/openapi.json."), 404
-        )
+        step = "See /v1/openapi.json."
+        if f"{request.scope['path']}/".startswith("/v1/nodes/"):
+            step = "A server of one machine (`sojourn up`) has no nodes; those of a cluster have."
+        return _error_response(NotFound(f"there is no {where}", next_step=step), 404)
     if error.status_code == 405:
         refused = InvalidRequest(f"there is no {where}", next_step="See /v1/openapi.json.")
         return _error_response(refused, 405, error.headers)

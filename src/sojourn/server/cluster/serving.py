@@ -37,7 +37,7 @@ from sojourn.errors import (
 from sojourn.model.ids import new_id
 from sojourn.model.paths import token_file
 from sojourn.server.answers import Shutdown
-from sojourn.server.app import all_endpoints, listen, published_address, serve_app
+from sojourn.server.app import all_endpoints, published_address, serve_app
 from sojourn.server.cluster import pki, scheduler
 from sojourn.server.cluster.administration import Administration, joining_app, own_app
 from sojourn.server.cluster.callers import Callers
@@ -53,6 +53,7 @@ from sojourn.server.cluster.targets import Targets
 from sojourn.server.cluster.upstream import Upstream
 from sojourn.server.cluster.values import ClusterValues, open_values
 from sojourn.server.health_listener import health_listener
+from sojourn.server.listening import listen
 from sojourn.server.nodes.lease import LEASE_SECONDS
 from sojourn.server.observed import Observed, by_token
 from sojourn.server.port_settings import PortSettings
