@@ -114,7 +114,8 @@ def test_an_agent_works_over_suspensions_forks_and_rollbacks(own: ServerProcess)
     assert "one" in seen[0]
     assert fork.download_files(["/srv/a.txt"])[0].content == b"two\n"
     fork.destroy()
-    backend.destroy()
+    with backend:
+        backend.destroy()  # the end of the block has nothing left to do
     with own.client() as client, pytest.raises(SessionNotFound):
         client.sessions.get(number)
 

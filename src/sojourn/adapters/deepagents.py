@@ -59,6 +59,7 @@ class SojournSandbox(BaseSandbox):
         """On a session that is there. `timeout` is for commands that name none. A `client` given
         here is closed with this."""
         self.session = session
+        self._destroyed = False
         self._client = client
         self._timeout = timeout
         self._output_bytes = output_bytes
@@ -100,10 +101,11 @@ class SojournSandbox(BaseSandbox):
         self.close()
 
     def close(self) -> None:
-        """Suspend the session, with its processes, and close the connection if it was made here.
-        Raises CaptureRefused where a process holds what no snapshot can; the session runs on."""
+        """Suspend the session, with its processes, and close the connection if it was made here;
+        of one that was destroyed nothing is left to do. Raises CaptureRefused where a process holds
+        what no snapshot can; the session runs on."""
         try:
-            if self.session.refresh().state in {"running", "paused"}:
+            if not self._destroyed and self.session.refresh().state in {"running", "paused"}:
                 self.session.suspend()
         finally:
             self._disconnect()
@@ -112,6 +114,7 @@ class SojournSandbox(BaseSandbox):
         """Delete the session and all that is in it."""
         try:
             self.session.delete()
+            self._destroyed = True
         finally:
             self._disconnect()
 
