@@ -251,14 +251,21 @@ def _ask(
         "timeout": {"connect": _SECONDS, "read": _SECONDS, "write": _SECONDS},
     }
     try:
-        with httpcore.ConnectionPool(ssl_context=context) as pool:
-            answer = pool.request(
+        with (
+            httpcore.ConnectionPool(ssl_context=context) as pool,
+            pool.stream(
                 method,
                 f"{server}{path}",
                 headers={"content-type": "application/json"},
                 content=body,
                 extensions=extensions,
-            )
+            ) as answer,
+        ):
+            content = bytearray()
+            for piece in answer.iter_stream():
+                content += piece
+                if len(content) > _MOST_BYTES:  # whoever answers may not be proven yet
+                    raise Unreachable(f"{server} answers what no server answers")
     except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
         if "certificate" in str(error).lower():
             raise Unauthenticated(
@@ -269,12 +276,10 @@ def _ask(
             f"the server at {server} does not answer: {error}",
             next_step="Check the address: it is the one of `--nodes-listen`.",
         ) from error
-    if len(answer.content) > _MOST_BYTES:
-        raise Unreachable(f"{server} answers what no server answers")
     try:
         if answer.status >= 400:
-            raise from_body(msgspec.json.decode(answer.content, type=ErrorBody))
-        return msgspec.json.decode(answer.content, type=kind)
+            raise from_body(msgspec.json.decode(content, type=ErrorBody))
+        return msgspec.json.decode(content, type=kind)
     except msgspec.MsgspecError as error:
         raise NotFound(
             f"{server}{path} answers {answer.status}, which is no server of a cluster",
