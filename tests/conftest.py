@@ -11,14 +11,23 @@ import pytest
 
 from sojourn.client import Session, Sojourn
 from support.durable import stock
+from support.object_stores import S3Server
 from support.servers import ServerProcess
+from support.templates import lay_small
+
+TEMPLATES = "SOJOURN_TEMPLATE_DIR"
+HOST_TEMPLATES = os.environ.get(TEMPLATES)
 
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that lives as long as the suite; use `server` where it is killed or filled up."""
     server = ServerProcess(tmp_path_factory.mktemp("shared") / "data")
-    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(TEMPLATES, raising=False)
+        if HOST_TEMPLATES is not None:
+            patch.setenv(TEMPLATES, HOST_TEMPLATES)
+        server.start()
     yield server
     server.remove()
 
@@ -48,9 +57,39 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="session")
-def stocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An object store with nothing but the template in it, to be copied and not changed."""
-    return stock(tmp_path_factory.mktemp("stocked"))
+def s3_server() -> Iterator[S3Server]:
+    """A server of buckets that lives as long as the suite; each test has a bucket of its own."""
+    with S3Server.running() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def small_templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of templates with the small one in it; see `support.templates`."""
+    directory = tmp_path_factory.mktemp("templates")
+    lay_small(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def small_template(small_templates: Path) -> Iterator[None]:
+    """The servers that this module's tests start have the small template."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TEMPLATES, str(small_templates))
+        yield
+
+
+@pytest.fixture(scope="session")
+def with_template(tmp_path_factory: pytest.TempPathFactory, small_templates: Path) -> Path:
+    """An object store with nothing but the small template in it."""
+    return stock(tmp_path_factory.mktemp("stocked"), SOJOURN_TEMPLATE_DIR=str(small_templates))
+
+
+@pytest.fixture(scope="module")
+def stocked(with_template: Path, small_template: None) -> Path:
+    """An object store to be copied and not changed, for servers with the small template, which is
+    all it has."""
+    return with_template
 
 
 @pytest.fixture

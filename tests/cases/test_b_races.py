@@ -200,7 +200,7 @@ def hung(server: ServerProcess) -> list[int]:
 @pytest.fixture
 def hanging(server: ServerProcess) -> ServerProcess:
     """A server whose starts can be made to hang."""
-    server.restart(SOJOURN_RUNSC=hanging_runsc(server))
+    server.restart(SOJOURN_RUNSC=hanging_runsc(server), SOJOURN_STOP_SECONDS="1")
     return server
 
 

@@ -20,12 +20,6 @@ MANY = 1100  # more than a page of a listing, and than a bulk deletion takes
 Opener = Callable[[], Backend]
 
 
-@pytest.fixture(scope="module")
-def s3_server() -> Iterator[S3Server]:
-    with S3Server.running() as server:
-        yield server
-
-
 @pytest.fixture(params=["directory", "memory", "s3"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     """Opens the same, at first empty, place again and again (memory: one backend)."""

@@ -27,12 +27,6 @@ CONTENT = bytes(range(256)) * 400
 
 
 @pytest.fixture(scope="module")
-def s3_server() -> Iterator[S3Server]:
-    with S3Server.running() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def module_proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
     with FaultProxy.before(s3_server.url) as proxy:
         yield proxy

@@ -31,7 +31,11 @@ from support.images import MadeImage, layer, member
 from support.node_process import MIGRATION_POINTS  # tests/faults/test_node_crashes.py
 from support.servers import ServerProcess, eventually
 
-pytestmark = [pytest.mark.privileged, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.privileged,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("small_template"),
+]
 
 REST_SECONDS = 10.0
 STABLE = {"running", "paused", "suspended"}

@@ -237,11 +237,13 @@ def test_a_server_that_is_told_to_stop_does_not_wait_for_what_is_sent(
     session.delete()
 
 
-def test_a_bucket_that_does_not_answer_holds_up_neither_start_nor_stop(tmp_path: Path) -> None:
+def test_a_bucket_that_does_not_answer_holds_up_neither_start_nor_stop(
+    tmp_path: Path, s3_server: S3Server
+) -> None:
     """With the usual patience, which is minutes; one that says nothing, and one that refuses."""
-    with S3Server.running() as s3, ThreadPoolExecutor(2) as both:
+    with ThreadPoolExecutor(2) as both:
         for done in [
-            both.submit(unanswered, s3, tmp_path / name, silent=name == "silent")
+            both.submit(unanswered, s3_server, tmp_path / name, silent=name == "silent")
             for name in ("silent", "refusing")
         ]:
             done.result()

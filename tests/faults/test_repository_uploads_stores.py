@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,10 @@ from sojourn.repository.domains import Domain
 from sojourn.repository.layers_out import publish_layer, push_layer
 from sojourn.repository.uploads import Upload, adopt_unindexed
 from sojourn.store.manifests import Manifest
-from support.object_stores import FaultProxy, S3Server, s3_options
+from support.object_stores import FaultProxy, s3_options
 from support.uploads import data_of, domain_on, manifest_at
 
 R = random.Random(21)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with S3Server.running() as server:
-        yield server
 
 
 @pytest.fixture
@@ -56,10 +49,10 @@ def check(domain: Domain, manifest: Manifest, tree: Path) -> None:
         assert data == (tree / os.fsdecode(path)).read_bytes()
 
 
-def test_a_bad_line_to_a_bucket_is_borne(server, tree):
+def test_a_bad_line_to_a_bucket_is_borne(s3_server, tree):
     manifest = manifest_at(tree)
-    with FaultProxy.before(server.url) as proxy:
-        url = f"s3://{server.make_bucket()}/p"
+    with FaultProxy.before(s3_server.url) as proxy:
+        url = f"s3://{s3_server.make_bucket()}/p"
         backend = open_backend(url, options=s3_options(proxy.url, timeout=20, patience=60))
         domain = domain_on(backend)
         proxy.answer(503, code="SlowDown", times=2, method="PUT", key="/packs/")
@@ -72,10 +65,10 @@ def test_a_bad_line_to_a_bucket_is_borne(server, tree):
         check(domain_on(backend), manifest, tree)
 
 
-def test_a_bucket_that_goes_away_is_an_error_and_the_next_push_sends_the_rest(server, tree):
+def test_a_bucket_that_goes_away_is_an_error_and_the_next_push_sends_the_rest(s3_server, tree):
     manifest = manifest_at(tree)
-    with FaultProxy.before(server.url) as proxy:
-        url = f"s3://{server.make_bucket()}/p"
+    with FaultProxy.before(s3_server.url) as proxy:
+        url = f"s3://{s3_server.make_bucket()}/p"
         backend = open_backend(url, options=s3_options(proxy.url, timeout=20, patience=1))
         domain = domain_on(backend)
         proxy.answer(503, code="SlowDown", times=None, method="PUT", key="/packs/", skip=3)

@@ -24,7 +24,11 @@ from support.archives import Forger, with_memory
 from support.counting import COUNTER
 from support.servers import ServerProcess, eventually
 
-pytestmark = [pytest.mark.privileged, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.privileged,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("small_template"),
+]
 
 SECRET = "a secret of sixteen bytes"
 

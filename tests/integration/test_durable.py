@@ -268,15 +268,11 @@ def test_a_small_cache_gives_up_what_the_store_has(tmp_path: Path, place: Path) 
         server.remove()
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with S3Server.running() as server:
-        yield server
-
-
-def test_sessions_go_on_while_a_bucket_cannot_be_reached(tmp_path: Path, s3: S3Server) -> None:
-    bucket = s3.make_bucket()
-    with FaultProxy.before(s3.url) as proxy:
+def test_sessions_go_on_while_a_bucket_cannot_be_reached(
+    tmp_path: Path, s3_server: S3Server
+) -> None:
+    bucket = s3_server.make_bucket()
+    with FaultProxy.before(s3_server.url) as proxy:
         options = s3_options(proxy.url, timeout=3, patience=2)
         server = ServerProcess(tmp_path / "data", store=f"s3://{bucket}/some/place")
         proxy.partition()

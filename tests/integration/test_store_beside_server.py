@@ -13,7 +13,11 @@ import pytest
 
 from support.servers import ServerProcess, eventually
 
-pytestmark = [pytest.mark.privileged, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.privileged,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("small_template"),
+]
 
 FEW = {"keep_all_for": 0, "keep_last": 2, "hourly": 0, "daily": 0, "explicit": False}
 TURN = "head -c 3000000 /dev/urandom > /root/blob; echo {} > /root/number"

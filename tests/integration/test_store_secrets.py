@@ -17,7 +17,11 @@ from sojourn.repository.repository import Repository
 from support.durable import environment, objects, recovered, settled, sojourn, stock, workers
 from support.servers import ServerProcess, eventually
 
-pytestmark = [pytest.mark.privileged, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.privileged,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("small_template"),
+]
 
 KEY = "the-operators-key-" + secrets.token_hex(8)
 NEW_KEY = "the-operators-new-key-" + secrets.token_hex(8)

@@ -48,6 +48,14 @@ from sojourn.cli.serving import cache_bytes_option, e2b_internet_option, store_k
     help="Seconds between two collections of the object store by this server; 0: none.",
 )
 @click.option(
+    "--stop-seconds",
+    type=click.FloatRange(min=0),
+    envvar="SOJOURN_STOP_SECONDS",
+    default=10.0,
+    show_default=True,
+    help="Most a stop waits for what is under way; the next start takes up what did not end.",
+)
+@click.option(
     "--ports-address",
     envvar="SOJOURN_PORTS_ADDRESS",
     default="127.0.0.1",
@@ -74,6 +82,7 @@ def command(
     store_key_file: Path | None,
     cache_bytes: int | None,
     store_collect: float,
+    stop_seconds: float,
     ports_address: str,
     ports_domain: str,
     egress_namespace: str | None,
@@ -107,7 +116,14 @@ def command(
     database_at = database_location(database, place)
     with observing("sojourn", log_level, log_format):
         run(
-            lambda: open_service(place, settings, egress, ports=exposed, database_at=database_at),
+            lambda: open_service(
+                place,
+                settings,
+                egress,
+                ports=exposed,
+                database_at=database_at,
+                stop_seconds=stop_seconds,
+            ),
             data=place,
             address=listen,
             e2b=Settings(internet=e2b_internet),

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TENANT = "default"
 # A stop waits so long for what runs in the background; the next server takes up what did not end.
-_SETTLE_SECONDS = 10.0
+_STOP_SECONDS = 10.0
 # Threads for what blocks. Many may wait for an object store that does not answer, minutes each; by
 # the usual number, a few more than processors, they would hold up all other sessions.
 _THREADS = 64
@@ -92,12 +92,14 @@ async def open_service(
     ports: PortSettings | None = None,
     database_at: str | None = None,
     node: NodeSettings | None = None,
+    stop_seconds: float = _STOP_SECONDS,
 ) -> AsyncIterator[Sessions]:
     """A running session service over a data directory, which is made when it is new. `objects` is
     the object store that makes snapshots durable; None: snapshots stay on this disk only. `egress`
     says how connections of sessions leave, `ports` where exposed ports are reached. `database_at`
     is the path or URL of a database that does not lie in the data directory. `node` says that it is
-    one of several nodes with this database and object store.
+    one of several nodes with this database and object store. Its end waits for what runs in
+    the background, for `stop_seconds` at most.
 
     Raises HostUnfit, IntegrityError, StorageFull, StoreKeyInvalid, StoreRefused, NodeNotFound.
     """
@@ -162,7 +164,7 @@ async def open_service(
         opened.push_async_callback(context.networks.close)
         replicator.attach(store, source, context.guard, agent.in_use)
         # Also what a start that fails half-way has begun.
-        opened.push_async_callback(context.settle, _SETTLE_SECONDS)
+        opened.push_async_callback(context.settle, stop_seconds)
         service = Sessions(context)
         await service.start()
         opened.push_async_callback(service.stop)
