@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from sojourn import InvalidRequest, Sojourn
+from sojourn.errors import HostUnfit
+from sojourn.server.app import published_address
 from sojourn.server.listening import listen
 
 PROGRAM = """
@@ -89,6 +91,24 @@ def test_another_servers_address_is_left_alone(
     served.terminate()
     served.communicate(timeout=60)
     assert (tmp_path / "server.json").read_text() == later
+
+
+def test_a_second_server_does_not_tell_its_address_over_the_first_ones(
+    tmp_path: Path, served: subprocess.Popen[str]
+) -> None:
+    assert served.stdout is not None and served.stdout.readline()
+    told = (tmp_path / "server.json").read_text()
+    with pytest.raises(HostUnfit, match="another server"):
+        with published_address(tmp_path, "http://127.0.0.1:1") as publish:
+            publish()
+    assert (tmp_path / "server.json").read_text() == told
+    served.terminate()
+    served.communicate(timeout=60)
+    with published_address(tmp_path, "http://127.0.0.1:1") as publish:
+        assert not (tmp_path / "server.json").exists()
+        publish()
+        assert (tmp_path / "server.json").exists()
+    assert not (tmp_path / "server.json").exists()
 
 
 @pytest.mark.parametrize(

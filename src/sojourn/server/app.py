@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import signal
@@ -28,7 +29,7 @@ from litestar.exceptions import HTTPException
 from litestar.handlers import HTTPRouteHandler
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sojourn.errors import InvalidRequest, NotFound, SojournError, TooLarge, to_body
+from sojourn.errors import HostUnfit, InvalidRequest, NotFound, SojournError, TooLarge, to_body
 from sojourn.model.paths import server_file
 from sojourn.server.answers import Shutdown, internal_error
 from sojourn.server.base import SessionService
@@ -283,24 +284,56 @@ def _publish(place: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def published_address(data: Path, url: str) -> Generator[None, None, None]:
-    """Tell clients of this host where the server is, for as long as it is there."""
+def published_address(data: Path, url: str) -> Generator[Callable[[], None], None, None]:
+    """Tell clients of this host where the server is: from when what this gives is called, for as
+    long as it is there. Raises HostUnfit when another server tells its own address there."""
     data.mkdir(parents=True, exist_ok=True)
     place = server_file(data)
     content = msgspec.json.encode(ServerAddress(url, os.getpid()))
+
+    def publish() -> None:
+        try:
+            _publish(place, content)
+        except OSError as error:
+            _not_told(place, error)
+
+    with _address_lock(place):
+        try:
+            yield publish
+        finally:
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                told = msgspec.json.decode(place.read_bytes(), type=ServerAddress)
+                if told.pid == os.getpid():
+                    place.unlink()
+
+
+def _not_told(place: Path, error: OSError) -> None:
+    # On a full disk the server is what room can be made with: it serves, even if clients of this
+    # host have to be told its address.
+    _log.error("the server's address is not in %s: %s", place, error.strerror)
+
+
+@contextlib.contextmanager
+def _address_lock(place: Path) -> Generator[None, None, None]:
+    """A server of a cluster may share the directory of a node, so the directory's own lock does
+    not tell whether another server has its address there."""
     try:
-        _publish(place, content)
+        descriptor = os.open(f"{place}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        # On a full disk the server is what room can be made with: it serves, even if clients of
-        # this host have to be told its address.
-        _log.error("the server's address is not in %s: %s", place, error.strerror)
+        _not_told(place, error)
+        yield
+        return
     try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HostUnfit(
+                f"another server tells its address in {place}",
+                next_step="Stop it, or give this one another directory (--data).",
+            ) from None
         yield
     finally:
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            told = msgspec.json.decode(place.read_bytes(), type=ServerAddress)
-            if told.pid == os.getpid():
-                place.unlink()
+        os.close(descriptor)
 
 
 async def serve(
@@ -318,13 +351,18 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(found.close)
         service = await stack.enter_async_context(open_service())
-        stack.enter_context(published_address(data, url))
+        publish = stack.enter_context(published_address(data, url))
         await stack.enter_async_context(health_listener(health))
         _log.info(
             "E2B's clients: E2B_API_URL=%s E2B_SANDBOX_URL=%s E2B_API_KEY=$(cat %s)",
             *(url, url, data / "token"),
         )
-        server = make_server(service, ready=lambda: ready(url), e2b_key=load_key(data), e2b=e2b)
+
+        def answering() -> None:
+            publish()
+            ready(url)
+
+        server = make_server(service, ready=answering, e2b_key=load_key(data), e2b=e2b)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.handle_exit, number, None)

@@ -185,11 +185,16 @@ async def serve(settings: ServerSettings, ready: Callable[[str, str], None]) -> 
         await stack.enter_async_context(
             health_listener(settings.health, lambda: not stopping.stopping)
         )
-        stack.enter_context(published_address(settings.data, url))
+        publish = stack.enter_context(published_address(settings.data, url))
         stack.enter_context(observing(database, members, admissions))
         patterns = RoutePatterns(one.path for one in all_endpoints())
         observed = Observed(front, by_token(callers.authenticate), patterns.find)
-        server = serve_app(observed, stopping, lambda: ready(url, nodes_url))
+
+        def answering() -> None:
+            publish()
+            ready(url, nodes_url)
+
+        server = serve_app(observed, stopping, answering)
         nodes_server = serve_app(
             joining_app(administration, stopping), Shutdown(), context=joining_context
         )
