@@ -120,6 +120,29 @@ def test_without_an_answer_it_ends_and_is_held_again_with_one() -> None:
     run(work)
 
 
+def test_what_was_changed_meanwhile_is_known_before_anything_goes_on() -> None:
+    async def work(rig: Rig) -> None:
+        await rig.lease.begin(now())
+
+        async def away() -> None:
+            raise Unreachable("the database is away")
+
+        async def returning() -> None:
+            assert not rig.lease.held and now() >= rig.guard.deadlines[-1]
+            rig.told.append("returning")
+            if rig.told.count("returning") == 1:
+                raise Unreachable("the secrets cannot be read")
+
+        rig.lease.returning = returning
+        rig.database.answer = away
+        await rig.until(lambda: "lost" in rig.told)
+        rig.database.answer = None
+        await rig.until(lambda: rig.told[-1] == "regained")
+        assert rig.told == ["regained", "lost", "returning", "returning", "regained"]
+
+    run(work)
+
+
 def test_an_answer_that_came_too_late_grants_nothing() -> None:
     async def work(rig: Rig) -> None:
         await rig.lease.begin(now())

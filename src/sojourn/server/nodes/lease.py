@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -40,7 +40,8 @@ class Guard(Protocol):
 class Lease:
     """Renews the lease of one incarnation of a node.
 
-    `lost` is called when it is over, `regained` when it is held again (what was frozen goes on),
+    `lost` is called when it is over, `returning` awaited before it is held again (nothing goes on
+    yet), `regained` called when it is (what was frozen goes on),
     `fenced` when another incarnation, or another node, may have the sessions: after it nothing is
     renewed any more. `renewed` is told what the database says of the node at each renewal.
     """
@@ -57,6 +58,7 @@ class Lease:
         self.losses = 0
         """How often it was over: who began something compares, to know that it was not since."""
         self.lost: Callable[[], None] = lambda: None
+        self.returning: Callable[[], Awaitable[None]] = _nothing
         self.regained: Callable[[], None] = lambda: None
         self.fenced: Callable[[], None] = lambda: None
         self.renewed: Callable[[Node], None] = lambda node: None
@@ -150,6 +152,12 @@ class Lease:
         deadline = sent + int(self._seconds * 1e9)
         if deadline <= self._deadline or now() >= deadline:
             return
+        if 0 < self._deadline <= now():
+            # Nobody waited for this node to learn of what was changed meanwhile.
+            async with asyncio.timeout(self._seconds / 2):
+                await self.returning()
+            if now() >= deadline:
+                return
         if self._guard is not None:
             # Before it counts: what is frozen by this file must not be relied on.
             await self._apart(self._guard.hold, deadline)
@@ -189,3 +197,7 @@ class Lease:
         self._fenced = True
         self._moved.set()
         self.fenced()
+
+
+async def _nothing() -> None:
+    """Nothing is to be done."""

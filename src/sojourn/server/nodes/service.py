@@ -42,6 +42,8 @@ class NodeService:
         )
         self.work = NodeWork(context, node, self.holding, self.migration, operations, snapshots)
         context.registry.taker = self.holding
+        # Servers do not wait for a node without its lease when secrets are changed.
+        node.lease.returning = context.networks.renew_secrets
 
     @property
     def bodies(self) -> dict[str, Body]:
