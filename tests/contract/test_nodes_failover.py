@@ -35,6 +35,18 @@ async def all_moved(db: Database, node: str = "nod_a", limit: int = 100) -> dict
     return moved
 
 
+def test_a_look_that_waited_for_the_database_declares_nobody_lost(database: Harness) -> None:
+    async def scenario(db: Database) -> None:
+        await joined(db, "nod_a", lease=0.001)
+        await asyncio.sleep(0.01)
+        assert await db.lose_node(0.0, within=0.0) is None
+        assert not (await db.get_node("nod_a")).lost
+        found = await db.lose_node(0.0, within=60.0)
+        assert found is not None and found.lost
+
+    database.run(scenario)
+
+
 def test_sessions_go_to_the_newest_snapshot_on_their_line_that_is_durable(
     database: Harness,
 ) -> None:

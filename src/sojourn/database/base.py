@@ -422,10 +422,11 @@ class Database(Protocol):
         WrongState (it is neither suspended nor failed), SessionBusy, Conflict (its head is not
         durable), NodeFenced."""
 
-    async def lose_node(self, grace: float) -> Node | None:
+    async def lose_node(self, grace: float, *, within: float | None = None) -> Node | None:
         """Fence a node whose lease ended more than `grace` seconds ago, and mark it lost; or one
         that is lost and still has sessions or operations. Waits for what it has under way. None
-        when there is no such node."""
+        when there is no such node, and when this did not begin `within` so many seconds: then the
+        database was away, and leases may have ended for that alone."""
 
     async def fail_over(self, node: str, limit: int = 100) -> list[FailedOver]:
         """Take so many sessions from a lost node, the live ones before the suspended ones, and end

@@ -242,12 +242,17 @@ class NodeRows:
         return await self._writer.submit(work, durable=True, touches=touches, fence=fence)
 
     # -- lost nodes -------------------------------------------------------------------------
-    async def lose_node(self, grace: float) -> Node | None:
+    async def lose_node(self, grace: float, *, within: float | None = None) -> Node | None:
+        asked = _boottime()
         # Mostly there is none, which needs no transaction that is synced.
         if not await self._reader.select("nodes_to_lose", {"grace": float(grace)}):
             return None
 
         def work(statements: Statements) -> Node | None:
+            # Looked at after the transaction began, which is when leases are judged, and anew
+            # where it is tried again.
+            if within is not None and _boottime() - asked > within:
+                return None
             rows = statements.run("late_node", {"grace": float(grace)})
             if rows:
                 _fence(statements, rows[0][0])
@@ -265,6 +270,11 @@ class NodeRows:
             return take_over(statements, node, limit)
 
         return await self._writer.submit(work, durable=True, then=told)
+
+
+def _boottime() -> float:
+    """Seconds that go on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _no_node(id_or_name: str) -> NodeNotFound:

@@ -132,7 +132,7 @@ class Failover:
             self._guard.answered()
             return 0
         self._guard.begin()
-        node = await self._database.lose_node(self._grace)
+        node = await self._database.lose_node(self._grace, within=_SLOW_SECONDS)
         self._guard.answered()
         if node is None:
             return 0
