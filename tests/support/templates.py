@@ -23,7 +23,7 @@ WITHOUT = (
     "./usr/lib/python3/*",
     *(f"./usr/lib/python3.*/{part}" for part in ("ensurepip", "idlelib", "lib2to3", "pydoc_data")),
     *(f"./usr/lib/python3.*/{part}" for part in ("distutils", "test", "unittest")),
-    *(f"./usr/share/{part}" for part in ("bash-completion", "doc", "lintian", "perl*")),
+    *(f"./usr/share/{part}" for part in ("bash-completion", "lintian", "perl*")),
     *(f"./usr/share/{part}" for part in ("python-wheels", "zoneinfo")),
     *(f"./usr/bin/{part}" for part in ("*git*", "perl?*", "openssl", "scalar")),
     *(f"./usr/lib/*-linux-gnu/{part}" for part in ("gconv", "perl", "libperl*", "libapt-*")),
