@@ -22,6 +22,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -34,6 +36,8 @@ from support.servers import host_processes
 T = TypeVar("T")
 
 COMMAND = (sys.executable, "-m", "sojourn.cli.main")
+PORTS = 8000
+"""Where each server listens for exposed ports."""
 PREFIXES = {"db": "10.81.1", "s3": "10.81.2", "net": "10.81.3"}
 _WITH_US = ("setpriv", "--pdeathsig", "KILL")
 """Before a command: it ends with the test's process, however that ends."""
@@ -242,35 +246,50 @@ class Cluster:
         of_servers = {
             "SOJOURN_CLUSTER_KEY_FILE": str(key),
             "SOJOURN_TOKEN_FILE": str(token),
+            "SOJOURN_PORTS_ADDRESS": f"0.0.0.0:{PORTS}",
         }
         node_count, server_count = self._counts
+        # Processes end with the thread that started them: it stays until they are gone.
+        pool = stack.enter_context(ThreadPoolExecutor())
+        # The first server makes the cluster; everything else starts at once.
         for number in range(1, server_count + 1):
-            name = f"s{number}"
             machine = self.networks.machine("db", "net")
+            name = f"s{number}"
             server = Server(name, machine, self.directory / name, shared | of_servers)
             self.servers[name] = server
             stack.callback(server.kill)
-            server.start()
-        for number in range(1, node_count + 1):
-            self.add_node(f"n{number}", shared, stack)
+        first, *others = self.servers.values()
+        first.start()
+        nodes = [self._node(f"n{number}", shared, stack) for number in range(1, node_count + 1)]
+        starts = [*(other.start for other in others), *(partial(self._join, one) for one in nodes)]
+        for start in [pool.submit(start) for start in starts]:
+            start.result()
 
-    def add_node(self, name: str, variables: dict[str, str], stack: contextlib.ExitStack) -> Node:
-        """A new machine that joins and runs as a node."""
+    def _node(self, name: str, variables: dict[str, str], stack: contextlib.ExitStack) -> Node:
+        """A new machine."""
         machine = self.networks.machine("db", "s3", "net")
         node = Node(name, machine, self.directory / name, variables)
         self.nodes[name] = node
         stack.callback(node.unmount)
         stack.callback(node.crash)
+        return node
+
+    def _join(self, node: Node) -> None:
+        """Have a machine join and run as a node."""
         with self.client() as client:
             made = self.inside(client.nodes.token)
         node.join(f"sojourn node join --server {made.url} --token {made.token}")
         node.start()
-        return node
 
     def inside(self, work: Callable[[], T]) -> T:
         """Do something from an address of the cluster's network."""
         with self.networks.entered():
             return work()
+
+    @property
+    def token(self) -> str:
+        """The operator's."""
+        return self._token
 
     def client(self, server: str = "s1") -> Sojourn:
         """A client of one of the servers. Use it where `networks.entered` holds."""

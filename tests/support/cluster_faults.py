@@ -11,6 +11,7 @@ as durable; it never runs twice at a time; and it can be used.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 from sojourn.client import Session, Sojourn
 from sojourn.errors import SojournError
 from support.cluster import Cluster, Node
-from support.cluster_history import Watch, read_count, start_counting, until
+from support.cluster_history import LOG, Watch, read_count, start_counting, until
 
 _PATIENT = 120.0
 
@@ -39,6 +40,8 @@ class Faults:
         self.failed: Counter[str] = Counter()
         self.acknowledged: dict[str, int] = {}
         self.back: dict[str, list[float]] = {}
+        self.story: list[str] = []
+        """What was done, with the time of day that the logs have, too."""
         self.sessions = [self._session() for _ in range(sessions)]
 
     @property
@@ -88,28 +91,63 @@ class Faults:
         ]
         action = self.random.choice(actions)
         began = time.monotonic()
+        self.note(f"-- {action.__name__}")
         action()
         self.done[action.__name__] += 1
         self.rest()
         self.back.setdefault(action.__name__, []).append(time.monotonic() - began)
 
+    def note(self, what: str) -> None:
+        """Write down what is done."""
+        now = time.time()
+        stamp = time.strftime("%H:%M:%S", time.gmtime(now))
+        self.story.append(f"{stamp},{int(now % 1 * 1000):03d} {what}")
+
+    def tell(self) -> list[str]:
+        """What was done last, and how everything stands: for whoever looks for the cause."""
+        told = ["== the last steps", *self.story[-60:], "== nodes"]
+        with contextlib.suppress(SojournError):
+            told += [repr(one) for one in self.client.nodes.list()]
+        for id in self.sessions:
+            told.append(f"== {id}, acknowledged {self.acknowledged.get(id)}")
+            try:
+                session = self.get(id)
+                told.append(repr(session.info))
+                told += [repr(event) for event in session.events()[-15:]]
+                told += [repr(one) for one in session.history()[-10:]]
+                numbers = session.files.read(LOG).split()
+                told.append(f"its line: {len(numbers)} numbers, at last {numbers[-5:]}")
+            except SojournError as error:
+                told.append(f"{error!r}")
+        return told
+
     def node(self) -> Node:
-        return self.random.choice(list(self.cluster.nodes.values()))
+        node = self.random.choice(list(self.cluster.nodes.values()))
+        self.note(f"of node {node.name}")
+        return node
 
     def _longer(self) -> None:
         """Longer than a lease and its grace, or shorter."""
-        time.sleep(self.random.choice([0.5, 2.0, self.cluster.lease * 2.5]))
+        seconds = self.random.choice([0.5, 2.0, self.cluster.lease * 2.5])
+        self.note(f"for {seconds:g} s")
+        time.sleep(seconds)
 
     def _meanwhile(self) -> None:
         """Somebody uses a session while something is wrong; failing is no fault, lying is."""
-        id = self.random.choice(self.sessions)
+        id = self.pick()
         try:
             if self.random.random() < 0.5:
                 self.get(id).exec(["true"], timeout=20)
             else:
                 self.acknowledge(self.get(id))
         except SojournError as error:
+            self.note(f"{id} meanwhile: {error!r}")
             self.failed[error.code] += 1
+
+    def pick(self) -> str:
+        id = self.random.choice(self.sessions)
+        self.note(f"of session {id}")
+        return id
 
     def kill_node(self) -> None:
         node = self.node()
@@ -156,25 +194,27 @@ class Faults:
 
     def kill_server(self) -> None:
         server = self.random.choice(list(self.cluster.servers.values()))
+        self.note(f"of server {server.name}")
         server.kill()
         self._longer()
         server.start()
 
     def migrate(self) -> None:
-        id = self.random.choice(self.sessions)
+        id = self.pick()
         try:
             self.get(id).migrate()
         except SojournError as error:
+            self.note(f"{error!r}")
             self.failed[f"migrate {error.code}"] += 1
 
     def suspend(self) -> None:
-        session = self.get(self.random.choice(self.sessions))
+        session = self.get(self.pick())
         session.suspend()
         if self.random.random() < 0.5:
             session.resume()
 
     def snapshot(self) -> None:
-        self.acknowledge(self.get(self.random.choice(self.sessions)))
+        self.acknowledge(self.get(self.pick()))
 
     def drain(self) -> None:
         node = self.node()
@@ -197,8 +237,8 @@ class Faults:
             least = self.acknowledged[id]
             assert count >= least, f"{id} is at {count}, {least} was acknowledged as durable"
             # It may have been resumed from a snapshot that is older than what it had counted.
-            later = until(lambda s=session, c=count: read_count(s) > c, _PATIENT)
-            assert later
+            until(lambda s=session, c=count: read_count(s) > c, _PATIENT)
+            self.note(f"{id} is at {count} or later, on {session.info.node}")
 
 
 def run(directory: Path, seconds: float, seed: int, say: Callable[[str], None]) -> Faults:
@@ -219,6 +259,8 @@ def run(directory: Path, seconds: float, seed: int, say: Callable[[str], None]) 
         except BaseException:
             for process in (*cluster.servers.values(), *cluster.nodes.values()):
                 say(f"== {process.name}\n{process.log(20000)}")
+            for line in faults.tell():
+                say(line)
             say(f"seed {seed}: {dict(faults.done)}, failed {dict(faults.failed)}")
             raise
         finally:

@@ -119,6 +119,10 @@ class Networks:
         self._machines.append(made)
         return made
 
+    def middle_address(self, network: str) -> str:
+        """The address of the middle in a network."""
+        return f"{self._prefixes[network]}.1"
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Be in the middle with this thread."""
