@@ -759,6 +759,35 @@ def test_changed_secrets_are_in_force_everywhere_when_that_is_answered(
     run(work)
 
 
+def test_changed_secrets_are_told_also_when_who_changed_them_leaves(
+    run: Callable[..., None],
+) -> None:
+    async def work(found: Cluster) -> None:
+        changing, refreshed = asyncio.Event(), set[str]()
+        all_told = asyncio.Event()
+
+        async def does(asked: Asked) -> None:
+            await asked.body()
+            if asked.path == "/node/refresh":
+                refreshed.add(asked.node.id)
+                await asked.answer(status=204)
+                if refreshed == {node.id for node in found.nodes}:
+                    all_told.set()
+            else:
+                changing.set()
+                await asyncio.sleep(60)
+
+        for node in found.nodes:
+            node.does = does
+        _, writer = await connect(found, "PUT", "/v1/secrets/a")
+        await changing.wait()
+        writer.close()
+        async with asyncio.timeout(20):
+            await all_told.wait()
+
+    run(work)
+
+
 def test_a_revoked_token_opens_nothing_once_that_is_answered(run: Callable[..., None]) -> None:
     async def work(found: Cluster) -> None:
         token, secret = await found.database.create_token(found.tenant, "tenant")  # type: ignore[arg-type]

@@ -67,6 +67,7 @@ class Front:
         """Awaited when a port was exposed, or is no longer, before that is answered."""
         self._stopping = False
         self._under_way: dict[Exchange, None] = {}
+        self._telling: set[asyncio.Task[None]] = set()
         members.gone = self._gone
 
     # -- life -------------------------------------------------------------------------------
@@ -108,6 +109,13 @@ class Front:
             await self._own(scope, receive, send)
             return
         exchange: Exchange | None = None
+        answered = False
+
+        async def answering(status: int, node: str) -> None:
+            nonlocal answered
+            answered = True
+            await self._answered(wanted, status, node)
+
         try:
             who = await self._authenticate(wanted, scope, headers)
             exchange = Exchange(
@@ -122,7 +130,7 @@ class Front:
                 who,
             )
             self._under_way[exchange] = None
-            await exchange.run(lambda status, node: self._answered(wanted, status, node))
+            await exchange.run(answering)
         except ClientLeft:
             return
         except Broken as error:
@@ -144,6 +152,11 @@ class Front:
         finally:
             if exchange is not None:
                 self._under_way.pop(exchange, None)
+                if not answered and exchange.node is not None and wanted.changes is not None:
+                    # Whoever asked has left, or the node: it may have been done all the same.
+                    task = asyncio.create_task(self._answered(wanted, 200, ""), name="tell nodes")
+                    self._telling.add(task)
+                    task.add_done_callback(self._telling.discard)
 
     async def _authenticate(
         self, wanted: Wanted, scope: Scope, headers: dict[bytes, bytes]

@@ -24,6 +24,8 @@ from sojourn.wire.nodes import Evicted, EvictRequest, RefreshRequest
 
 log = logging.getLogger(__name__)
 
+_behind: set[asyncio.Task[None]] = set()  # nodes that are still to learn of a change
+
 _EVICT_SECONDS = 60.0
 _RELEASE_SECONDS = 120.0
 IDLE_STEPS = (300.0, 60.0, 5.0)
@@ -102,29 +104,32 @@ class Rooms:
 async def refresh_all(
     members: Members, upstream: Upstream, what: str, but: str | None, *, seconds: float
 ) -> list[str]:
-    """Have all nodes that serve, but one, look anew at what was changed; which of them did not
-    answer as long as they serve."""
+    """Have all nodes that serve, but one, look anew at what was changed; which of them have not
+    answered in time. They are asked on, for as long as they serve."""
     body = msgspec.json.encode(RefreshRequest(what))
 
-    async def one(node: Node) -> str | None:
+    async def one(node: Node) -> None:
         pause = 0.1
         while members.alive(node.id):
             try:
                 status, _ = await upstream.call(node, b"POST", b"/node/refresh", body, timeout=10.0)
                 if status < 300:
-                    return None
+                    return
             except (NotSent, Broken) as error:
                 log.warning("node %s is not told of changed %s yet: %s", node.name, what, error)
             await asyncio.sleep(pause)
             pause = min(pause * 2, 2.0)
-        return None  # without a lease it lets nothing out
+        # Without a lease it lets nothing out, and looks by itself before it has one again.
 
-    async def bounded(node: Node) -> str | None:
-        try:
-            async with asyncio.timeout(seconds):
-                return await one(node)
-        except TimeoutError:
-            return node.name
-
-    asked = [bounded(node) for node in members.living() if node.id != but]
-    return [name for name in await asyncio.gather(*asked) if name is not None]
+    asked = {
+        asyncio.create_task(one(node), name=f"tell {node.name}"): node.name
+        for node in members.living()
+        if node.id != but
+    }
+    if not asked:
+        return []
+    for task in asked:  # also when whoever changed it leaves
+        _behind.add(task)
+        task.add_done_callback(_behind.discard)
+    _, late = await asyncio.wait(asked, timeout=seconds)
+    return [asked[task] for task in late]
