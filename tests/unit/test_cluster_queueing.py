@@ -152,6 +152,30 @@ def test_whoever_waits_is_admitted_in_order_as_room_comes(run: Callable[..., Non
     run(work)
 
 
+@pytest.mark.parametrize(
+    "need",
+    [
+        Need(Resources(sessions=1), labels={"sojourn.node/zone": "z"}),
+        Need(Resources(sessions=3)),
+    ],
+)
+def test_what_no_node_would_do_for_holds_up_nothing_else(
+    run: Callable[..., None], need: Need
+) -> None:
+    async def work(rig: Rig) -> None:
+        waiting = asyncio.create_task(rig.admissions.place("t", need))
+        while not rig.admissions.waiting:
+            await asyncio.sleep(0)
+        for _ in range(2):
+            (await rig.admissions.place("t", ONE)).settle()
+        assert rig.admissions.waiting == 1
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert not rig.admissions.waiting
+
+    run(work)
+
+
 def test_the_queue_is_bounded_and_whoever_leaves_holds_up_nobody(
     run: Callable[..., None],
 ) -> None:

@@ -1,9 +1,9 @@
 """Waiting for room.
 
-Guarantee: requests of one tenant are admitted in the order they came, tenants take turns, so that
-one with many requests holds up nobody else; the queue is bounded, and whoever cannot wait in it or
-has waited long enough is refused with the time after which to ask again. Nobody waits while there
-is room for them.
+Guarantee: requests of one tenant are admitted in the order they came (those that no node would do
+for, were it empty, in an order of their own), tenants take turns, so that one with many requests
+holds up nobody else; the queue is bounded, and whoever cannot wait in it or has waited long enough
+is refused with the time after which to ask again. Nobody waits while there is room for them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from sojourn.errors import CapacityExhausted, SojournError
+from sojourn.model.nodes import NodeState, Resources
 from sojourn.server.cluster import scheduler
 from sojourn.server.cluster.members import Members, Reservation
 from sojourn.server.cluster.scheduler import Need, Refusal, Settings
@@ -28,6 +29,8 @@ T = TypeVar("T")
 MOST_WAITING = 1000
 PATIENCE_SECONDS = 30.0
 RETRY_AFTER_SECONDS = 10
+_FOR_A_NODE = "\0"
+"""After a tenant: the queue of those needs that no node would do for."""
 
 
 class TenantQueue(Generic[T]):
@@ -121,6 +124,8 @@ class Admissions:
 
     async def place(self, tenant: str, need: Need) -> Reservation:
         """Room for a need. Raises CapacityExhausted."""
+        # Who waits for a node that is not there holds up nobody who waits for room.
+        tenant += _FOR_A_NODE if self._no_node_would_do(need) else ""
         if not self._queue.waits(tenant):
             found = self._choose(need)
             if isinstance(found, Refusal):
@@ -138,6 +143,20 @@ class Admissions:
         if isinstance(found, Refusal):
             return found
         return self._members.reserve(found, need.resources)
+
+    def _no_node_would_do(self, need: Need) -> bool:
+        """Whether no node that sessions are placed on could take it, had it nothing else."""
+        settings = self._settings
+        placing = [
+            node
+            for node in self._members.all()
+            if node.state is NodeState.READY and not node.lost and node.lease_left > 0
+        ]
+        return bool(placing) and not any(
+            scheduler.unfit(node, need) is None
+            and scheduler.fits(node.capacity, Resources(), need.resources, settings)
+            for node in placing
+        )
 
     async def _make_room(self, refusal: Refusal, need: Need) -> Reservation | Refusal:
         async with self._evicting:  # one after the other: the first may make room for all
