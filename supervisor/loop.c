@@ -103,8 +103,11 @@ void loop_renew(void)
     if (set < 0)
         return; /* the old one serves until there is room */
     for (uint32_t i = 0; i < place_count; i++)
-        if (places[i].source)
-            control(set, EPOLL_CTL_ADD, places[i].source, places[i].source->events);
+        if (places[i].source &&
+            control(set, EPOLL_CTL_ADD, places[i].source, places[i].source->events) < 0) {
+            close(set); /* as above: nobody may be left out of it */
+            return;
+        }
     close(epoll_fd);
     epoll_fd = set;
     removed = false;
