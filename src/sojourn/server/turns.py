@@ -325,7 +325,8 @@ class Turns:
             log.info("no automatic snapshot of %s, which went with its state: %s", active.id, error)
         except (SandboxLost, Conflict) as error:
             log.info("no automatic snapshot of %s: %s", active.id, error)
-            self._context.soon(self._placements.check(active), f"check {active.id}")
+            if not active.doomed:  # what a deletion ends is no loss
+                self._context.soon(self._placements.check(active), f"check {active.id}")
         except SojournError as error:
             await self._failed(active, error)
         finally:

@@ -31,8 +31,10 @@ log = logging.getLogger(__name__)
 STATE = "checkpoint.img"
 _MAGIC = b"gVisorSF"
 _DIGEST_SIZE = 32
-_MOST_BYTES = 32 << 20
-_MOST_PARTS = 4 << 20  # twice what is in the largest honest one
+# Of the part that is read: a session with a few programs has half a MiB of it. To read this much
+# takes half a second, which the server's other sessions feel.
+_MOST_BYTES = 8 << 20
+_MOST_PARTS = 1 << 20  # twice what is in the largest honest one
 _MOST_KNOWN = 64
 _OBJECTS = 1 << 63  # of a length: it counts objects
 # Nearly all pieces are of one byte; a row of these is taken at once.
