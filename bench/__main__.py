@@ -92,8 +92,10 @@ def main() -> None:
     latest.parent.mkdir(exist_ok=True)
     latest.write_text(json.dumps(results, indent=1) + "\n")
     page = ROOT / "docs" / "performance.md"
-    before, mark, _ = page.read_text().partition("<!-- results -->\n")
-    page.write_text(f"{before}{mark}\nMeasured {when} on {machine()}.\n\n{table(rows)}\n")
+    before, begin, rest = page.read_text().partition("<!-- results -->\n")
+    _, end, after = rest.partition("<!-- end of results -->\n")
+    told = f"\nMeasured {when} on {machine()}.\n\n{table(rows)}\n\n"
+    page.write_text(f"{before}{begin}{told}{end}{after}")
 
 
 if __name__ == "__main__":
