@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,24 @@ from support.templates import lay_small
 
 TEMPLATES = "SOJOURN_TEMPLATE_DIR"
 HOST_TEMPLATES = os.environ.get(TEMPLATES)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """A worker ends the whole run where it is to tell of text that is none, such as a log line that
+    a test made of half a character."""
+    return _as_text((yield))
+
+
+def _as_text(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {_as_text(key): _as_text(one) for key, one in value.items()}
+        case list() | tuple():
+            return type(value)(_as_text(one) for one in value)
+    return value
 
 
 @pytest.fixture(scope="session")
