@@ -45,7 +45,9 @@ def box(client: Sojourn) -> Iterator[Any]:
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen([sys.executable, "-m", "sojourn.cli.main", *arguments], **options)
+    # A run of the suite in the background has its children ignore Ctrl-C.
+    plain = ["env", "--default-signal=INT", sys.executable, "-m", "sojourn.cli.main"]
+    return subprocess.Popen([*plain, *arguments], **options)
 
 
 def sojourn(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:

@@ -185,6 +185,7 @@ def test_a_drained_node_gives_all_its_sessions_away(client: Sojourn, watch: Watc
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("SOJOURN_SOAK" not in os.environ, reason="a soak: set SOJOURN_SOAK=1")
 @pytest.mark.timeout(900)
 def test_a_rolling_restart_fails_no_request(
     cluster: Cluster, client: Sojourn, watch: Watch
@@ -459,8 +460,8 @@ def test_a_node_that_no_server_reaches_keeps_its_sessions(
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_random_faults(tmp_path: Path) -> None:
-    """In CI for a minute; SOJOURN_SOAK says for how many seconds."""
-    seconds = float(os.environ.get("SOJOURN_CLUSTER_SOAK", "60"))
+    """In CI for some seconds; SOJOURN_CLUSTER_SOAK says for how many."""
+    seconds = float(os.environ.get("SOJOURN_CLUSTER_SOAK", "20"))
     faults = run(
         tmp_path, seconds, seed=int(os.environ.get("SOJOURN_CLUSTER_SEED", "1")), say=print
     )
