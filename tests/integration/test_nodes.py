@@ -42,7 +42,6 @@ def test_a_session_goes_from_node_to_node_with_its_memory(rig: Rig) -> None:
     a, b = clients(rig)
     session = a.sessions.create()
     process = start_counting(session)
-    eventually(lambda: len(counted(process)) > 5)
     with pytest.raises(SessionElsewhere) as told:
         b.sessions.get(session.id).exec("true")
     assert told.value.details["holder"] == rig.nodes[0].id
@@ -64,7 +63,6 @@ def test_a_running_session_moves_and_its_streams_go_on(rig: Rig) -> None:
     a, b = rig.nodes[0], rig.nodes[1]
     session = a.client(rig.tenant).sessions.create()
     process = start_counting(session)
-    eventually(lambda: len(counted(process)) > 5)
     b.ask("POST", f"/node/sessions/{session.id}/prefetch", {})
     status, told = rig.migrate(a, session.id, b)
     assert (status, told["result"]["state"]) == (200, "running"), told
@@ -99,7 +97,6 @@ def test_without_its_lease_a_node_stands_still_and_goes_on_when_it_is_renewed(
 ) -> None:
     session = short.client(rig.tenant).sessions.create()
     process = start_counting(session)
-    eventually(lambda: len(counted(process)) > 5)
     epoch = rig.session(session.id).epoch
     short.send(signal.SIGSTOP)
     try:
@@ -118,7 +115,6 @@ def test_an_outage_of_the_database_costs_time_and_nothing_else(
 ) -> None:
     session = short.client(rig.tenant).sessions.create()
     process = start_counting(session)
-    eventually(lambda: len(counted(process)) > 5)
     epoch = rig.session(session.id).epoch
     rig.postgres.stop()
     try:
@@ -139,7 +135,6 @@ def test_a_node_that_died_goes_on_when_it_starts_after_its_lease(
 ) -> None:
     session = short.client(rig.tenant).sessions.create()
     process = start_counting(session)
-    eventually(lambda: len(counted(process)) > 5)
     short.kill()
     try:
         eventually(lambda: stands_still(short))
@@ -155,7 +150,6 @@ def test_a_fenced_node_ends_its_sandboxes_and_its_sessions_go_on_elsewhere(
 ) -> None:
     session = short.client(rig.tenant).sessions.create()
     process = start_counting(session)
-    eventually(lambda: len(counted(process)) > 5)
     safe = session.snapshot(wait="durable")
     noted = len(counted(process))
     before = short.row().incarnation
@@ -200,7 +194,6 @@ def test_a_drained_node_gives_everything_away(rig: Rig) -> None:
     client = node.client(rig.tenant)
     live, away = client.sessions.create(), client.sessions.create()
     process = start_counting(live)
-    eventually(lambda: len(counted(process)) > 5)
     away.suspend()
     rig.set_state(node, NodeState.DRAINING)
     try:

@@ -104,8 +104,11 @@ def node_rig(directory: Path, stocked: Path, *names: str) -> Iterator[Rig]:
 
 
 def start_counting(session: Session) -> Process:
+    """A process that counts, and has begun."""
     session.files.write("/root/count.py", COUNTING)
-    return session.spawn("exec python3 /root/count.py")
+    process = session.spawn("exec python3 /root/count.py")
+    eventually(lambda: len(counted(process)) > 5)
+    return process
 
 
 def counted(process: Process) -> list[int]:

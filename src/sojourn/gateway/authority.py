@@ -74,7 +74,7 @@ class Authority:
         memory = os.memfd_create("leaf", os.MFD_CLOEXEC)
         try:
             with open(memory, "wb", closefd=False) as file:
-                file.write(_key_pem(self._leaf_key))
+                file.write(key_pem(self._leaf_key))
                 file.write(leaf.public_bytes(serialization.Encoding.PEM))
                 file.write(self.pem)
             context.load_cert_chain(f"/proc/self/fd/{memory}")
@@ -98,7 +98,7 @@ class Authority:
             .add_extension(x509.SubjectAlternativeName([name]), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .add_extension(_usage(signs=False), critical=True)
+            .add_extension(key_usage(signs=False), critical=True)
             .add_extension(
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
                 critical=False,
@@ -148,7 +148,7 @@ def _key(path: Path) -> ec.EllipticCurvePrivateKey:
         pem = path.read_bytes()
     except FileNotFoundError:
         key = ec.generate_private_key(ec.SECP256R1())
-        write_whole(path, _key_pem(key), 0o600)
+        write_whole(path, key_pem(key), 0o600)
         return key
     found = serialization.load_pem_private_key(pem, password=None)
     if not isinstance(found, ec.EllipticCurvePrivateKey):
@@ -156,7 +156,8 @@ def _key(path: Path) -> ec.EllipticCurvePrivateKey:
     return found
 
 
-def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """A private key as it is written, without a password."""
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
@@ -193,13 +194,14 @@ def _make(key: ec.EllipticCurvePrivateKey, subject: x509.Name) -> x509.Certifica
         .not_valid_before(now - _BACKDATED)
         .not_valid_after(now + datetime.timedelta(days=_DAYS))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(key_usage(signs=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
 
 
-def _usage(*, signs: bool) -> x509.KeyUsage:
+def key_usage(*, signs: bool) -> x509.KeyUsage:
+    """What a certificate's key is for: signing certificates, or proving whose it is."""
     return x509.KeyUsage(
         digital_signature=not signs,
         content_commitment=False,

@@ -258,8 +258,8 @@ class Requests:
         self, who: Principal, ref: str, node: str | None, key: str | None
     ) -> OperationInfo:
         """Move to another node. Raises Unsupported where there is none."""
-        await self._context.registry.find(who.tenant, ref)  # of others nothing is told
         if self._context.node is None:
+            await self._context.registry.find(who.tenant, ref)  # of others nothing is told
             raise Unsupported(
                 "this server is the only node",
                 next_step="docs/cluster.md tells how to run several.",

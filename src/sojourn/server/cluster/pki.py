@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from sojourn.errors import InvalidRequest, Unauthenticated
+from sojourn.gateway.authority import key_pem, key_usage
 
 SERVER_HOST = "server.sojourn"
 """The name that every server's certificate holds."""
@@ -91,7 +92,7 @@ class ClusterAuthority:
             .not_valid_before(now - _BACKDATED)
             .not_valid_after(now + datetime.timedelta(days=_AUTHORITY_DAYS))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage(signs=True), critical=True)
+            .add_extension(key_usage(signs=True), critical=True)
             .add_extension(
                 x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
             )
@@ -112,7 +113,7 @@ class ClusterAuthority:
 
     def dump(self) -> bytes:
         """Key and certificate, for whoever seals them."""
-        return _key_pem(self._key) + self.certificate
+        return key_pem(self._key) + self.certificate
 
     @property
     def certificate(self) -> bytes:
@@ -134,7 +135,7 @@ class ClusterAuthority:
             [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH],
             datetime.timedelta(hours=_SERVER_HOURS),
         )
-        return Credentials(_key_pem(key), _pem(certificate), self.certificate)
+        return Credentials(key_pem(key), _pem(certificate), self.certificate)
 
     def sign_node(self, request: bytes, node: str) -> bytes:
         """The certificate of a node that sends this signing request; of the request nothing but
@@ -196,7 +197,7 @@ class ClusterAuthority:
             )
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=True)
-            .add_extension(_usage(signs=False), critical=True)
+            .add_extension(key_usage(signs=False), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
             .add_extension(
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
@@ -223,7 +224,7 @@ def make_request() -> tuple[bytes, bytes]:
         .subject_name(_name("sojourn node"))
         .sign(key, hashes.SHA256())
     )
-    return _key_pem(key), request.public_bytes(serialization.Encoding.PEM)
+    return key_pem(key), request.public_bytes(serialization.Encoding.PEM)
 
 
 def sign_renewal(key: bytes, request: bytes) -> bytes:
@@ -329,25 +330,3 @@ def _name(text: str) -> x509.Name:
 
 def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-
-
-def _usage(*, signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        encipher_only=False,
-        decipher_only=False,
-    )
